@@ -1,0 +1,1 @@
+"""What the user wrote: update rules and trainer settings. Standard library only."""

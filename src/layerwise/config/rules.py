@@ -1,0 +1,204 @@
+"""Update rules as values: which algorithm with which numbers. The arithmetic lives in `kernels`, the choice of params in `routing`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+from layerwise.config.coefficients import Coefficient, check_coefficients
+from layerwise.dtypes import DType
+
+WeightDecayMode = Literal["decoupled", "independent", "coupled"]
+Scale = Literal["rms", "spectral", "shape", "unit_rms", "none"]
+Method = Literal["standard", "gram", "auto"]
+NsDtype = Literal["bf16", "fp16", "fp32"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "weight_decay_mode": ("decoupled", "independent", "coupled"),
+    "scale": ("rms", "spectral", "shape", "unit_rms", "none"),
+    "method": ("standard", "gram", "auto"),
+    "ns_dtype": ("bf16", "fp16", "fp32"),
+    "tp_mode": ("auto",),
+}
+
+
+def _problem_with(name: str, value: object) -> str | None:
+    """What is wrong with one field of a rule, as a sentence, or None. One place, so that every rule says it the same way."""
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            return f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}."
+        return None
+    if name == "betas":
+        if not isinstance(value, Sequence) or len(value) != 2:
+            return f"betas must be two numbers, got {value!r}."
+        if not all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in value):
+            return f"betas must each be in [0, 1), got {value!r}."
+        return None
+    if name in ("coefficients", "steps", "nesterov"):
+        return None
+    if not _is_number(value):
+        return f"{name} must be a finite number, got {value!r}."
+    number = float(value)  # type: ignore[arg-type]
+    if name in ("momentum", "beta2") and not 0.0 <= number < 1.0:
+        return f"{name} must be in [0, 1), got {value!r}."
+    if name in ("lr", "weight_decay", "eps") and number < 0.0:
+        return f"{name} must not be negative, got {value!r}."
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An update rule. `lr` and the other fields are starting values: the optimizer's param groups hold the live ones."""
+
+    kind: ClassVar[str]
+    is_matrix_rule: ClassVar[bool]
+
+    lr: float
+    """Learning rate."""
+
+    weight_decay: float = 0.0
+    """Weight decay, applied as `weight_decay_mode` says."""
+
+    weight_decay_mode: WeightDecayMode = "decoupled"
+    """decoupled: W *= 1 - lr*wd. independent: W *= 1 - wd. coupled: G += wd*W before momentum."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            problem = _problem_with(field.name, getattr(self, field.name))
+            if problem is not None:
+                raise ValueError(f"{type(self).__name__}: {problem}")
+
+    def options(self) -> dict[str, object]:
+        """The fields as a param group holds them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Rule):
+    """Momentum, orthogonalised by Newton-Schulz: `M = mu*M + (1-mu)*G`, `W -= lr * scale * orth(M)`.
+
+    Jordan (2024); the default scale and decoupled decay are Moonlight's (arXiv 2502.16982), which lets AdamW's lr be reused.
+    """
+
+    kind: ClassVar[str] = "muon"
+    is_matrix_rule: ClassVar[bool] = True
+
+    momentum: float = 0.95
+    """mu of the exponential moving average of gradients."""
+
+    nesterov: bool = True
+    """Orthogonalise (1-mu)*G + mu*M instead of M."""
+
+    coefficients: str | Sequence[Coefficient] = "polar_express"
+    """Name of a coefficient set, or a list of (a, b, c); see config/coefficients.py."""
+
+    steps: int = 5
+    """Newton-Schulz steps."""
+
+    method: Method = "auto"
+    """standard iterates on the matrix, gram on its smaller Gram matrix; auto takes gram where it saves work."""
+
+    scale: Scale = "rms"
+    """Update scale by matrix shape. rms: 0.2*sqrt(max), spectral: sqrt(max), shape: sqrt(max(1, rows/cols)), unit_rms: sqrt(rows/cols)."""
+
+    extra_scale: float = 1.0
+    """A constant on top of `scale`."""
+
+    ns_dtype: NsDtype = "bf16"
+    """Working dtype of Newton-Schulz. With bf16 the update also travels in bf16; otherwise in fp32."""
+
+    tp_mode: str = "auto"
+    """How a tensor-parallel matrix is treated: auto orthogonalises the whole logical matrix once, wherever its blocks are stored."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool):
+            raise ValueError(f"{type(self).__name__}: steps must be an integer, got {self.steps!r}.")
+        if not isinstance(self.coefficients, str):
+            object.__setattr__(self, "coefficients", tuple(tuple(triple) for triple in self.coefficients))
+        problem = check_coefficients(self.coefficients, self.steps)
+        if problem is not None:
+            raise ValueError(f"{type(self).__name__}: {problem}")
+        super().__post_init__()
+
+    @property
+    def wire_dtype(self) -> DType:
+        """What the update is rounded to before orthogonalisation, in every layout, so that all layouts agree bitwise."""
+        return DType.BF16 if self.ns_dtype == "bf16" else DType.FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class NorMuon(Muon):
+    """Muon whose update is normalised neuron by neuron with a running second moment of each row (arXiv 2510.05491)."""
+
+    kind: ClassVar[str] = "normuon"
+
+    beta2: float = 0.95
+    """Decay of the row-wise second moment."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaMuon(Muon):
+    """Muon on the sign of the momentum, with an element-wise second moment of the orthogonalised update (arXiv 2507.11005)."""
+
+    kind: ClassVar[str] = "adamuon"
+
+    beta2: float = 0.95
+    """Decay of the element-wise second moment."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Rule):
+    """Adam with weight decay, as in torch.optim.AdamW."""
+
+    kind: ClassVar[str] = "adamw"
+    is_matrix_rule: ClassVar[bool] = False
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decays of the first and second moment."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Rule):
+    """Sign of an interpolated momentum (arXiv 2302.06675)."""
+
+    kind: ClassVar[str] = "lion"
+    is_matrix_rule: ClassVar[bool] = False
+
+    betas: tuple[float, float] = (0.95, 0.98)
+    """Interpolation used for the update, and decay of the momentum."""
+
+
+RULES_BY_KIND: dict[str, type[Rule]] = {rule.kind: rule for rule in (Muon, NorMuon, AdaMuon, AdamW, Lion)}
+"""Every rule by the name configs and param groups use."""
+
+
+def update_scale(scale: str, rows: int, cols: int) -> float:
+    """The factor on an orthogonalised (rows, cols) update: one rule, one function."""
+    match scale:
+        case "rms":
+            return 0.2 * math.sqrt(max(rows, cols))
+        case "spectral":
+            return math.sqrt(max(rows, cols))
+        case "shape":
+            return math.sqrt(max(1.0, rows / cols))
+        case "unit_rms":
+            return math.sqrt(rows / cols)
+        case "none":
+            return 1.0
+        case _:
+            raise ValueError(f"scale must be one of {', '.join(_CHOICES['scale'])}, got {scale!r}.")

@@ -1,0 +1,63 @@
+"""The errors layerwise raises, and how a list of problems is written.
+
+Every message follows one grammar: what is wrong with which object, what was expected, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class PlanMismatchError(RuntimeError):
+    """Two ranks derived different plans; the message names the first bucket and field that differ."""
+
+
+class ContractError(RuntimeError):
+    """Ranks were about to issue different collectives; raised on every rank before any data moves."""
+
+
+class StateError(RuntimeError):
+    """An operation came at the wrong moment: a wrong bucket phase, a toggled param, a handle waited for twice."""
+
+
+class NonFiniteError(RuntimeError):
+    """Gradients hold inf or NaN and the user asked for an error instead of a skipped step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a configuration, addressed by its dotted path."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+class ConfigError(ValueError):
+    """A configuration with problems: all of them, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
+        count = len(self.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''} in the configuration:\n" + "\n".join(lines))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` when a known name is close to `word`, else a list of what is known."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Known: {', '.join(names)}." if names else ""
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """`'a', 'b' and 3 more`: names in an error message, never a wall of them."""
+    shown = ", ".join(repr(name) for name in names[:limit])
+    rest = len(names) - limit
+    return f"{shown} and {rest} more" if rest > 0 else shown

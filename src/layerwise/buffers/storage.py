@@ -1,0 +1,125 @@
+"""The tensors that a plan asks for: replicas, gradients, masters and optimizer state, each flat and cut by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.buffers.bind import torch_dtype
+from layerwise.errors import StateError
+from layerwise.layout.plan import Plan
+from layerwise.layout.storage import BucketPlan, Span
+
+
+@dataclass
+class Bucket:
+    """One bucket's memory on this rank."""
+
+    plan: BucketPlan
+    shard: int
+    replica: Tensor  # 1D, param dtype: what forward reads; every rank has all of it
+    grad: Tensor  # 1D, grad dtype: what backward accumulates into; every rank has all of it
+    grad_shard: Tensor  # 1D, grad dtype: the reduced gradient of this rank's shard; aliases `grad` where this rank is alone
+    work: Tensor  # 1D, fp32: averaged gradient, then update; aliases `grad_shard` where that is fp32 already
+    master: Tensor  # 1D, fp32: the truth of this rank's shard; aliases `replica` for fp32 params
+    spans: tuple[Span, ...]
+    state: dict[str, Tensor] = field(default_factory=dict)  # 1D, fp32 each: momentum, exp_avg ...
+    master_version: int = 0
+    replica_version: int = 0
+
+    @property
+    def replica_shard(self) -> Tensor:
+        """The part of the replica that this rank publishes."""
+        start = self.shard * self.plan.shard_numel
+        return self.replica[start : start + self.plan.shard_numel]
+
+    def refresh_replica_shard(self) -> None:
+        """Write the params' own dtype of the master into this rank's part of the replica."""
+        if self.master.data_ptr() != self.replica_shard.data_ptr():
+            self.replica_shard.copy_(self.master)
+
+    def refresh_master(self) -> None:
+        """Take the replica as the truth, for params that were changed from outside."""
+        if self.master.data_ptr() != self.replica_shard.data_ptr():
+            self.master.copy_(self.replica_shard)
+
+
+class Storage:
+    """All buckets of a model on this rank. Params are re-pointed at views of the replicas."""
+
+    def __init__(self, plan: Plan, params: Mapping[str, nn.Parameter], rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.params = dict(params)
+        self.buckets: tuple[Bucket, ...] = ()
+        self.grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads
+        self._replica_views: dict[str, Tensor] = {}  # ND, alias the buckets' replicas
+        found: dict[int, Bucket] = {}
+        for buffer in plan.buffers:
+            device = self._device_of(buffer.buckets)
+            replica = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.key.dtype), device=device)
+            grad = torch.zeros(buffer.numel, dtype=torch_dtype(plan.grad_dtype), device=device)
+            for bucket in buffer.buckets:
+                part = slice(bucket.offset, bucket.offset + bucket.numel)
+                found[bucket.index] = self._bucket(bucket, replica[part], grad[part])
+        self.buckets = tuple(found[index] for index in sorted(found))
+        self._adopt_params()
+
+    def _device_of(self, buckets: tuple[BucketPlan, ...]) -> torch.device:
+        devices = {self.params[placement.fqn].device: placement.fqn for bucket in buckets for placement in bucket.placements}
+        if len(devices) > 1:
+            (first, one), (second, other) = list(devices.items())[:2]
+            raise ValueError(
+                f"params {one!r} and {other!r} are on different devices ({first} and {second}): expected all trainable params on one. "
+                "Move the module to one device before wrapping it."
+            )
+        return next(iter(devices))
+
+    def _bucket(self, plan: BucketPlan, replica: Tensor, grad: Tensor) -> Bucket:
+        shard = plan.shard_of(self.rank)
+        numel = plan.shard_numel
+        alone = self.plan.world == 1
+        grad_shard = grad if alone else torch.zeros(numel, dtype=grad.dtype, device=grad.device)
+        work = grad_shard if grad_shard.dtype == torch.float32 else torch.zeros(numel, dtype=torch.float32, device=grad.device)
+        if replica.dtype == torch.float32:
+            master = replica[shard * numel : (shard + 1) * numel]
+        else:
+            master = torch.zeros(numel, dtype=torch.float32, device=grad.device)
+        return Bucket(
+            plan=plan, shard=shard, replica=replica, grad=grad, grad_shard=grad_shard, work=work, master=master, spans=plan.spans(shard)
+        )
+
+    @torch.no_grad()
+    def _adopt_params(self) -> None:
+        for bucket in self.buckets:
+            for placement in bucket.plan.placements:
+                param = self.params[placement.fqn]
+                part = slice(placement.offset, placement.offset + placement.numel)
+                view = bucket.replica[part].view(param.shape)
+                view.copy_(param.data)
+                param.data = view
+                self._replica_views[placement.fqn] = view
+                self.grad_views[placement.fqn] = bucket.grad[part].view(param.shape)
+            bucket.refresh_master()
+
+    def check_aliases(self) -> None:
+        """Raise if a param no longer reads the replica, as after `module.to()` or `param.data = ...`: updates would not reach it."""
+        for fqn, param in self.params.items():
+            view = self._replica_views[fqn]
+            if param.data_ptr() != view.data_ptr() or param.shape != view.shape or param.dtype != view.dtype:
+                raise StateError(
+                    f"param {fqn!r} was moved out of its buffer (by module.to(), param.data = ... or similar): expected it at its place in the "
+                    "replica. Move or convert the module before it is wrapped; to change values use param.data.copy_() and pull_from_replicas()."
+                )
+
+    def nbytes(self) -> int:
+        """Bytes this rank holds, aliases counted once."""
+        seen: dict[int, int] = {}
+        for bucket in self.buckets:
+            for tensor in (bucket.replica, bucket.grad, bucket.grad_shard, bucket.work, bucket.master, *bucket.state.values()):
+                storage = tensor.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+        return sum(seen.values())

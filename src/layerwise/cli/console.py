@@ -1,0 +1,132 @@
+"""Everything that is drawn: step lines, the progress bar, tables. The only importer of rich.
+
+A bar and colours only on a terminal, plain aligned lines everywhere else; `NO_COLOR` is honoured.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+
+from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
+from layerwise.units import format_count, format_seconds
+
+_PLAIN_WIDTH = 10_000  # a file has no width, so nothing is wrapped or cut there
+
+
+def make_console() -> Console:
+    """Results go to stdout."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+
+
+def format_rate(per_second: float) -> str:
+    """`71234` -> `71.2k tok/s`."""
+    if per_second < 1000:
+        return f"{per_second:.0f} tok/s"
+    return f"{per_second / 1000:.1f}k tok/s" if per_second < 1e6 else f"{per_second / 1e6:.1f}M tok/s"
+
+
+def step_line(record: StepRecord, total: int) -> str:
+    """One step in one line, every column always in the same place."""
+    width = len(str(total))
+    eta_s = (total - record.step) * record.step_ms / 1000
+    parts = [
+        f"step {record.step:>{width}}/{total} {100 * record.step // total:>3}%",
+        f"loss {record.loss:.3f}",
+        f"bpb {record.bpb:.3f}",
+        f"grad {record.grad_norm:>6.3f}",
+        f"{record.step_ms:>4.0f} ms",
+        f"{format_rate(record.tokens_per_s):>11}",
+        f"eta {format_seconds(eta_s)}",
+    ]
+    if record.skipped:
+        parts.append(f"{record.skipped} skipped: gradients were not finite")
+    return " | ".join(parts)
+
+
+def eval_line(record: EvalRecord, total: int) -> str:
+    width = len(str(total))
+    return f"eval {record.step:>{width}}/{total} {100 * record.step // total:>3}% | validation {record.val_bpb:.3f} bpb"
+
+
+def start_lines(record: RunRecord) -> list[str]:
+    """What is about to be trained."""
+    ranks = f"{record.world} rank{'s' if record.world != 1 else ''}"
+    return [
+        f"model: {format_count(record.num_params)} params on {ranks} ({record.device}), layout {record.layout}, "
+        f"plan {record.plan_digest[:12]}",
+        f"routing: {record.routing}",
+        f"data: {format_count(record.train_bytes)} bytes to train on, {format_count(record.val_bytes)} to validate; "
+        f"{record.steps} steps of {format_count(record.tokens_per_step)} tokens",
+    ]
+
+
+def end_lines(record: EndRecord, steps: int) -> list[str]:
+    """How it went."""
+    what = "finished" if record.outcome == "finished" else f"stopped on request at step {record.step} of {steps}"
+    return [
+        f"{what}: {record.step} steps, {format_count(record.tokens)} tokens in {format_seconds(record.elapsed_s)}, "
+        f"{format_rate(record.tokens_per_s)}",
+        f"validation: {record.first_val_bpb:.3f} -> {record.final_val_bpb:.3f} bits per byte",
+    ]
+
+
+class TrainConsole:
+    """Shows a training run as it happens."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._console = make_console()
+        self._bar: Progress | None = None
+        if self._console.is_terminal and os.environ.get("TERM") != "dumb":
+            columns = (TextColumn("training"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[eta]}"))
+            # Twice a second is smooth enough and leaves the cores to the training.
+            self._bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=2)
+            self._task = self._bar.add_task("training", total=total_steps, eta="")
+            self._bar.start()
+
+    def write(self, record: Record) -> None:
+        match record:
+            case RunRecord():
+                self._say(*start_lines(record))
+            case StepRecord():
+                self._say(step_line(record, self._total))
+                if self._bar is not None:
+                    eta_s = (self._total - record.step) * record.step_ms / 1000
+                    self._bar.update(self._task, completed=record.step, eta=f"eta {format_seconds(eta_s)}")
+            case EvalRecord():
+                self._say(eval_line(record, self._total))
+            case EndRecord():
+                self.close()
+                self._say(*end_lines(record, self._total))
+
+    def close(self) -> None:
+        """Take the bar away; safe to call twice."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            self._console.print(line, markup=False)
+        sys.stdout.flush()
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """A table on stdout; columns named in `right` hold numbers."""
+    console = make_console()
+    if title:
+        console.print(title, markup=False)
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        # On a terminal long names fold; in a file every row stays one line.
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))  # brackets are text here, not markup
+    console.print(table, soft_wrap=False)

@@ -1,0 +1,28 @@
+"""Exit codes, and how errors are written: on stderr, whole, and with the rank when it is not the first."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+OK, FAILED, BAD_INPUT, ENVIRONMENT = 0, 1, 2, 3
+
+
+def rank_from_environment(variable: str = "RANK") -> int:
+    """This process's rank (or LOCAL_RANK) as its launcher set it; 0 without one."""
+    value = os.environ.get(variable, "0")
+    return int(value) if value.isdigit() else 0
+
+
+def complain(text: str) -> None:
+    """Write an error. Each line names the rank, so that the lines of several ranks can be told apart."""
+    rank = rank_from_environment()
+    prefix = f"[rank {rank}] " if rank > 0 else ""
+    for line in text.rstrip("\n").split("\n"):
+        print(f"{prefix}{line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def note(text: str) -> None:
+    """Say something on stderr that is not a result."""
+    print(text, file=sys.stderr, flush=True)

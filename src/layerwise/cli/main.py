@@ -1,0 +1,148 @@
+"""The `layerwise` command: which subcommand with which flags. The only importer of tyro.
+
+Dotted flags (`--section.field value`) are declared here, so that `--help` lists every setting, but they are read by
+`config.load`: it reports the problems of file and flags together, and a flag cannot mean something else than the file.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from layerwise._version import __version__
+from layerwise.cli.exits import BAD_INPUT, FAILED, complain
+from layerwise.config.load import Override, split_overrides
+from layerwise.config.schema import (
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ScheduleConfig,
+)
+
+_DESCRIPTION = "Training with Muon and other matrix optimizers across many ranks."
+
+# `--x.y {True,False}` rather than `--x.y / --x.no-y`: every setting takes a value, as it does in a file.
+_Valued = tyro.conf.FlagConversionOff
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCommand:
+    """Train a GPT on bytes of text; without any argument, on the source of Python's standard library."""
+
+    config: Annotated[str | None, tyro.conf.Positional] = None
+    """TOML file with settings, or the config.json of an earlier run."""
+    nproc: int | None = None
+    """Start this many ranks on this machine with torchrun, whose command is printed."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Check everything, print the resolved settings and where each comes from, and stop."""
+    model: Annotated[ModelConfig, _Valued] = field(default_factory=ModelConfig)
+    data: Annotated[DataConfig, _Valued] = field(default_factory=DataConfig)
+    optim: Annotated[OptimConfig, _Valued] = field(default_factory=OptimConfig)
+    schedule: Annotated[ScheduleConfig, _Valued] = field(default_factory=ScheduleConfig)
+    parallel: Annotated[ParallelConfig, _Valued] = field(default_factory=ParallelConfig)
+    train: Annotated[LoopConfig, _Valued] = field(default_factory=LoopConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectCommand:
+    """Show what would happen to every param: its route and why, its matrices, their homes, its bucket, its bytes."""
+
+    config: Annotated[str | None, tyro.conf.Positional] = None
+    """TOML file with settings, or the config.json of an earlier run."""
+    world: int = 2
+    """Number of ranks to plan for; none are started."""
+    explain: str | None = None
+    """Say which routing rules were tried for the param of this name, and which one decided."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON instead of a table."""
+    model: Annotated[ModelConfig, _Valued] = field(default_factory=ModelConfig)
+    optim: Annotated[OptimConfig, _Valued] = field(default_factory=OptimConfig)
+    parallel: Annotated[ParallelConfig, _Valued] = field(default_factory=ParallelConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorCommand:
+    """Report versions, devices and optional parts, and let two ranks train one step together."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON instead of a report."""
+
+
+Command = (
+    Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
+    | Annotated[DoctorCommand, tyro.conf.subcommand("doctor")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        print(f"layerwise {__version__}")
+        return 0
+    # A path may hold bytes that are no text; showing it must not be what fails.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return _dispatch(words)
+    except SystemExit as stop:  # tyro's way of ending after --help (0) and after a flag it does not know (2)
+        return stop.code if isinstance(stop.code, int) else BAD_INPUT
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _dispatch(words: list[str]) -> int:
+    overrides, rest = split_overrides(words)
+    # No argument: show what there is to choose from.
+    command: TrainCommand | InspectCommand | DoctorCommand = tyro.cli(  # type: ignore[call-overload]
+        Command, prog="layerwise", description=_DESCRIPTION, args=rest or ["--help"]
+    )
+    match command:
+        case TrainCommand():
+            return _train(command, overrides, words)
+        case InspectCommand():
+            return _inspect(command, overrides)
+        case DoctorCommand():
+            if overrides:
+                complain(f"doctor takes no settings, got {overrides[0].flag}.")
+                return BAD_INPUT
+            return _doctor(command)
+
+
+def _train(command: TrainCommand, overrides: Sequence[Override], words: Sequence[str]) -> int:
+    from layerwise.cli import train
+
+    request = train.TrainRequest(
+        config=command.config, overrides=overrides, nproc=command.nproc, dry_run=command.dry_run, argv=words
+    )
+    return train.run(request)
+
+
+def _inspect(command: InspectCommand, overrides: Sequence[Override]) -> int:
+    from layerwise.cli import inspect
+
+    request = inspect.InspectRequest(
+        config=command.config,
+        overrides=overrides,
+        world=command.world,
+        explain=command.explain,
+        as_json=command.json,
+    )
+    return inspect.run(request)
+
+
+def _doctor(command: DoctorCommand) -> int:
+    from layerwise.cli import doctor
+
+    return doctor.run(as_json=command.json)

@@ -1,0 +1,21 @@
+"""What `train` and `inspect` share: from a config file and overrides to a config that is known to be good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layerwise.config.load import Loaded, Override, load
+from layerwise.config.validate import validate
+from layerwise.errors import ConfigError, Problem
+
+
+def load_settings(path: str | None, overrides: Sequence[Override], more: Sequence[Problem] = ()) -> Loaded:
+    """Load and validate; one `ConfigError` holds every problem, `more` (of the command's own flags) included."""
+    try:
+        loaded = load(path, overrides)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *more]) from None
+    problems = [*validate(loaded.config), *more]
+    if problems:
+        raise ConfigError(problems)
+    return loaded

@@ -1,0 +1,94 @@
+"""`layerwise train`: check everything, then train here or hand over to torchrun."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note, rank_from_environment
+from layerwise.cli.settings import load_settings
+from layerwise.config.load import Override, dump_toml
+from layerwise.config.schema import TrainConfig
+from layerwise.errors import ConfigError, Problem
+
+_MOST_RANKS_HERE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """What the user asked for."""
+
+    config: str | None
+    overrides: Sequence[Override]
+    nproc: int | None
+    dry_run: bool
+    argv: Sequence[str]
+    """The words after `layerwise`, to repeat them to torchrun."""
+
+
+def run(request: TrainRequest) -> int:
+    """Everything that can be wrong is found before torch is imported and before any process is started."""
+    try:
+        loaded = load_settings(request.config, request.overrides, _nproc_problems(request.nproc))
+    except ConfigError as error:
+        if rank_from_environment("LOCAL_RANK") == 0:  # once per machine: files may differ between machines
+            complain(str(error))
+        return BAD_INPUT
+    if request.dry_run:
+        print(dump_toml(loaded), end="")
+        return OK
+    if request.nproc is not None and request.nproc > 1:
+        return _exec_torchrun(request.nproc, request.argv)
+    return _train_here(loaded.config)
+
+
+def _nproc_problems(nproc: int | None) -> list[Problem]:
+    if nproc is None:
+        return []
+    if not 1 <= nproc <= _MOST_RANKS_HERE:
+        return [Problem("--nproc", f"expected a number of ranks from 1 to {_MOST_RANKS_HERE}, got {nproc}.")]
+    if "RANK" in os.environ:
+        what = "this process was started by a launcher already (RANK is set), which decides the number of ranks."
+        return [Problem("--nproc", f"{what} Leave --nproc out.")]
+    return []
+
+
+def torchrun_words(nproc: int, argv: Sequence[str]) -> list[str]:
+    """The torchrun arguments that start `layerwise` with the same words on `nproc` ranks of this machine."""
+    words: list[str] = []
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        position += 2 if word == "--nproc" else 1
+        if word != "--nproc" and not word.startswith("--nproc="):
+            words.append(word)
+    return ["--standalone", "--nproc-per-node", str(nproc), "-m", "layerwise", *words]
+
+
+def _exec_torchrun(nproc: int, argv: Sequence[str]) -> int:
+    words = torchrun_words(nproc, argv)
+    # Without it every rank would start as many threads as there are cores.
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc))
+    note(f"+ OMP_NUM_THREADS={threads} torchrun {shlex.join(words)}")
+    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    sys.stdout.flush()
+    try:
+        os.execvpe(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words], environment)
+    except OSError as error:
+        complain(f"torchrun could not be started: {error}.")
+        return ENVIRONMENT
+
+
+def _train_here(config: TrainConfig) -> int:
+    """Train as the one rank that this process is."""
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here uses it
+    try:
+        from layerwise.cli.rank import train_as_rank  # the first import of torch
+    except ImportError as error:
+        complain(f"training needs a package that cannot be imported: {error}. Run: pip install layerwise")
+        return ENVIRONMENT
+    return train_as_rank(config)

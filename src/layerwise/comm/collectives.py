@@ -1,0 +1,157 @@
+"""Collectives with names: each call is checked against its entry in the schedule, counted, and returned as a handle.
+
+World size 1 takes the same path with handles that are complete at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from layerwise.buffers.bind import torch_dtype
+from layerwise.comm.contract import Contract, Fingerprint
+from layerwise.comm.handles import Handle
+from layerwise.errors import ContractError
+from layerwise.layout.schedule import CommOp, wire_nbytes
+
+# torch 2.13 renames the *_into_tensor and *_tensor spellings and warns about the old ones; 2.11 has only those.
+_all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Communicator:
+    """The ranks of one domain, and every collective they may issue together."""
+
+    def __init__(self, group: dist.ProcessGroup | None, contract: Contract | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world = dist.get_world_size(group) if group is not None else 1
+        self.contract = contract
+        self.sent_nbytes: Counter[str] = Counter()
+
+    def reset_counters(self) -> None:
+        self.sent_nbytes.clear()
+
+    def reduce_scatter(self, op: CommOp, full: Tensor, out: Tensor) -> Handle:
+        """Sum `full` over ranks; this rank's shard of the sum lands in `out`."""
+        self._check(_name(op), "reduce_scatter", full, out, op=op)
+        self._count("reduce_scatter", wire_nbytes("reduce_scatter", full.nbytes, self.world))
+        if self.group is None or self.world == 1:
+            if out.data_ptr() != full.data_ptr():
+                out.copy_(full)
+            return Handle(_name(op), out)
+        with _scope(op):
+            work = _reduce_scatter(out, full, group=self.group, async_op=True)
+        return Handle(_name(op), out, (full, out), work)
+
+    def all_reduce(self, op: CommOp, tensor: Tensor) -> Handle:
+        """Sum `tensor` over ranks, in place."""
+        self._check(_name(op), "all_reduce", tensor, op=op)
+        self._count("all_reduce", wire_nbytes("all_reduce", tensor.nbytes, self.world))
+        if self.group is None or self.world == 1:
+            return Handle(_name(op), tensor)
+        with _scope(op):
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return Handle(_name(op), tensor, (tensor,), work)
+
+    def all_gather(self, op: CommOp, shard: Tensor, full: Tensor) -> Handle:
+        """Every rank's `shard` into `full`, in rank order."""
+        self._check(_name(op), "all_gather", full, shard, op=op)
+        self._count("all_gather", wire_nbytes("all_gather", full.nbytes, self.world))
+        if self.group is None or self.world == 1:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return Handle(_name(op), full)
+        with _scope(op):
+            work = _all_gather(full, shard, group=self.group, async_op=True)
+        return Handle(_name(op), full, (shard, full), work)
+
+    def all_to_all(self, op: CommOp, send: Tensor, receive: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Handle:
+        """`send_splits[r]` elements of `send` to each rank r, `receive_splits[r]` from it."""
+        self._check(_name(op), "all_to_all", send, receive, op=op, splits=(tuple(send_splits), tuple(receive_splits)))
+        self._count("all_to_all", (send.numel() - send_splits[self.rank]) * send.element_size())
+        if self.group is None or self.world == 1:
+            receive.copy_(send)
+            return Handle(_name(op), receive)
+        with _scope(op):
+            work = dist.all_to_all_single(receive, send, list(receive_splits), list(send_splits), group=self.group, async_op=True)
+        return Handle(_name(op), receive, (send, receive), work)
+
+    def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
+        """Rank `source`'s tensor to all, in place and at once. Used at construction only, so it is in no step's schedule."""
+        name = f"broadcast of {label}"
+        self._check(name, "broadcast", tensor, root=source)
+        if self.group is not None and self.world > 1:
+            with record_function(f"layerwise::{name}"):
+                dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        self.sent_nbytes[kind] += nbytes
+
+    def _check(
+        self,
+        name: str,
+        kind: str,
+        tensor: Tensor,
+        other: Tensor | None = None,
+        *,
+        op: CommOp | None = None,
+        splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        root: int | None = None,
+    ) -> None:
+        """Compare the call with its schedule entry and, where a contract is kept, with what the other ranks are about to do."""
+        problem = self._memory_problem(tensor, other) or (self._schedule_problem(op, kind, tensor, other, splits) if op else None)
+        if self.contract is not None:
+            self.contract.check(
+                Fingerprint(
+                    label=name,
+                    kind=kind,
+                    reduce="sum" if "reduce" in kind else "",
+                    root=root,
+                    dtype=str(tensor.dtype),
+                    numel=None if kind == "all_to_all" else tensor.numel(),
+                    send_splits=splits[0] if splits else None,
+                    receive_splits=splits[1] if splits else None,
+                    problem=problem,
+                )
+            )
+        elif problem is not None:
+            raise ContractError(f"{name}: {problem}")
+
+    def _memory_problem(self, tensor: Tensor, other: Tensor | None) -> str | None:
+        if self.rank < 0:
+            return "this rank is not a member of the group. Call it on the group's ranks only."
+        # gloo reads and writes the wrong memory for strided tensors without saying so.
+        if not tensor.is_contiguous() or (other is not None and not other.is_contiguous()):
+            return f"a tensor of shape {tuple(tensor.shape)} is not contiguous. Pass a contiguous tensor."
+        return None
+
+    def _schedule_problem(
+        self, op: CommOp, kind: str, tensor: Tensor, other: Tensor | None, splits: tuple[tuple[int, ...], tuple[int, ...]] | None
+    ) -> str | None:
+        if op.kind != kind:
+            return f"the schedule has a {op.kind} here, the call is a {kind}."
+        if tensor.dtype != torch_dtype(op.dtype):
+            return f"the schedule has dtype {op.dtype}, the tensor {tensor.dtype}."
+        expected = op.sent[self.rank] if kind == "all_to_all" else op.numel
+        if tensor.numel() != expected:
+            return f"the schedule has {expected} elements, the tensor {tensor.numel()}."
+        if kind in ("reduce_scatter", "all_gather") and other is not None and other.numel() * self.world != tensor.numel():
+            return f"a shard of {other.numel()} elements times {self.world} ranks is not {tensor.numel()}."
+        if splits is not None and other is not None and (sum(splits[0]) != tensor.numel() or sum(splits[1]) != other.numel()):
+            return f"splits {sum(splits[0])} and {sum(splits[1])} do not match tensors of {tensor.numel()} and {other.numel()} elements."
+        return None
+
+
+def _name(op: CommOp) -> str:
+    return f"{op.phase} {op.kind} of {op.label}"
+
+
+def _scope(op: CommOp) -> AbstractContextManager[object]:
+    return record_function(f"layerwise::{_name(op)}")
+

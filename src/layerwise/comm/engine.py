@@ -1,0 +1,95 @@
+"""The engine: one plan, its memory and its communication, shared by the module wrapper that feeds it gradients and the optimizer that steps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from layerwise.buffers.bind import named_trainables, param_table, plain_dtype
+from layerwise.buffers.storage import Storage
+from layerwise.comm.collectives import Communicator
+from layerwise.comm.contract import Contract
+from layerwise.comm.groups import Groups, agree
+from layerwise.comm.publisher import Publisher
+from layerwise.comm.reducer import GradReducer
+from layerwise.errors import StateError
+from layerwise.layout.plan import make_plan
+from layerwise.routing.rules import RouteRule
+from layerwise.units import MIB
+
+
+class Engine:
+    """Plan, storage, reducer and publisher of one model on one rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Groups,
+        *,
+        layout: str,
+        rules: Sequence[RouteRule] | None,
+        bucket_mib: float | None,
+        grad_dtype: torch.dtype,
+        overlap_grad_reduce: bool,
+        check_collectives: bool,
+    ) -> None:
+        dtype = plain_dtype(grad_dtype, "grad_dtype")
+        if bucket_mib is not None and not bucket_mib > 0:
+            raise ValueError(f"bucket_mib must be positive, got {bucket_mib!r}. Leave it out for the default.")
+        table = param_table(module)
+        if not any(param.trainable for param in table):
+            raise ValueError(f"{type(module).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first.")
+        self.module = module
+        self.groups = groups
+        self.plan = make_plan(
+            table,
+            world=groups.world,
+            layout=layout,
+            rules=rules,
+            grad_dtype=dtype,
+            bucket_numel=None if bucket_mib is None else max(1, int(bucket_mib * MIB) // dtype.itemsize),
+        )
+        agree(groups, "plans", self.plan.to_json())
+        contract = Contract(groups.control) if check_collectives and groups.control is not None else None
+        self.communicator = Communicator(groups.training, contract)
+        self.storage = Storage(self.plan, named_trainables(module), groups.rank)
+        self.reducer = GradReducer(self.storage, self.communicator, overlap=overlap_grad_reduce)
+        self.publisher = Publisher(self.storage, self.communicator)
+        self._frozen = {fqn: param for fqn, param in module.named_parameters() if not param.requires_grad}
+        self.has_optimizer = False
+
+    @torch.no_grad()
+    def spread_from_first(self) -> None:
+        """Make every rank start from rank 0's weights and buffers, as DistributedDataParallel does."""
+        for bucket in self.storage.buckets:
+            self.communicator.broadcast(bucket.replica, label=bucket.plan.label)
+            bucket.refresh_master()
+        for name, tensor in (*self._frozen.items(), *self.module.named_buffers()):
+            if tensor.numel():
+                whole = tensor.detach().contiguous()
+                self.communicator.broadcast(whole, label=f"{name!r}")
+                tensor.detach().copy_(whole)
+
+    def check_trainables(self) -> None:
+        """Raise if params were frozen or unfrozen since construction: they have (or lack) a place in the buffers."""
+        for fqn, param in self.storage.params.items():
+            if not param.requires_grad:
+                raise StateError(
+                    f"param {fqn!r} was frozen after construction: expected requires_grad=True, as it was when its buffers were laid out. "
+                    "Freeze params before wrapping the model, or give the param lr 0 with a route rule."
+                )
+        for fqn, param in self._frozen.items():
+            if param.requires_grad:
+                raise StateError(
+                    f"param {fqn!r} was unfrozen after construction: it has no place in the buffers and would never be updated. "
+                    "Set requires_grad before wrapping the model."
+                )
+
+    @torch.no_grad()
+    def pull_from_replicas(self) -> None:
+        """Take the weights that forward reads as the truth, after the user changed them."""
+        for bucket in self.storage.buckets:
+            bucket.refresh_master()
+            bucket.replica_version = bucket.master_version

@@ -1,0 +1,167 @@
+"""Phases 4 and 6, exchange and return: pieces of updates travel from the shards that hold them to the homes of their matrices, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerwise.buffers.bind import torch_dtype
+from layerwise.buffers.storage import Bucket, Storage
+from layerwise.comm.collectives import Communicator
+from layerwise.comm.handles import Handle
+from layerwise.layout.exchange import Exchange, Piece, exchange_for
+from layerwise.layout.schedule import CommSchedule
+from layerwise.layout.work import WorkPlan
+from layerwise.routing.geometry import Box, flat_index, row_major_strides
+from layerwise.routing.matrices import Matrix
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one shape and one param group that this rank orthogonalises together."""
+
+    group: int
+    """Index of the optimizer's param group."""
+    rows: int
+    cols: int
+    items: tuple[int, ...]
+    """Items of the work plan, in order."""
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OwnedRegion:
+    """A region of a matrix in this rank's own memory."""
+
+    fqn: str
+    matrix: Matrix
+    update: Tensor  # view of the bucket's work tensor
+    master: Tensor  # view of the bucket's master
+
+
+class Cohort:
+    """One cohort on this rank: its batches, and how its pieces are packed and unpacked."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        communicator: Communicator,
+        schedule: CommSchedule,
+        work: WorkPlan,
+        number: int,
+        group_of: Mapping[str, int],
+    ) -> None:
+        label = f"{work.domain} cohort {number}"
+        self._communicator = communicator
+        self._there = schedule.find("exchange", label)
+        self._back = schedule.find("return", label)
+        self._work_plan = work
+        self._storage = storage
+        self._span_offset = {
+            (bucket.plan.index, span.fqn): (span.start, span.shard_offset) for bucket in storage.buckets for span in bucket.spans
+        }
+        self._table = exchange_for(work, {bucket.plan.index: bucket.plan for bucket in storage.buckets}, number, communicator.rank)
+        self.dtype = torch_dtype(self._there.dtype)
+        self.batches = _batches(work, self._table, group_of)
+        self._place = {item: (index, slot) for index, batch in enumerate(self.batches) for slot, item in enumerate(batch.items)}
+        self.owned = [region for piece in (*self._table.stays, *self._table.sends) for region in self._owned_regions(piece)]
+        self._device = storage.buckets[0].work.device
+
+    def send(self) -> Handle:
+        """Start this cohort's pieces on their way to their homes."""
+        outgoing = self._pack([self._owner_views(piece) for piece in self._table.sends], self._table.send_splits)
+        incoming = torch.empty(sum(self._table.receive_splits), dtype=self.dtype, device=self._device)
+        return self._communicator.all_to_all(
+            self._there, outgoing, incoming, self._table.send_splits, self._table.receive_splits
+        )
+
+    def unpack(self, received: Tensor) -> list[Tensor]:
+        """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
+        tensors = [torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device) for batch in self.batches]
+        for piece in self._table.stays:
+            for target, source in zip(self._home_views(piece, tensors), self._owner_views(piece), strict=True):
+                target.copy_(source)
+        self._scatter(received, [self._home_views(piece, tensors) for piece in self._table.receives])
+        return tensors
+
+    def send_back(self, updates: Sequence[Tensor]) -> Handle:
+        """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
+        table = self._table.inverse()
+        for piece in table.stays:
+            for target, source in zip(self._owner_views(piece), self._home_views(piece, updates), strict=True):
+                target.copy_(source)
+        outgoing = self._pack([self._home_views(piece, updates) for piece in table.sends], table.send_splits)
+        incoming = torch.empty(sum(table.receive_splits), dtype=self.dtype, device=self._device)
+        return self._communicator.all_to_all(self._back, outgoing, incoming, table.send_splits, table.receive_splits)
+
+    def store(self, received: Tensor) -> None:
+        """Write returned updates into this rank's work tensors."""
+        self._scatter(received, [self._owner_views(piece) for piece in self._table.sends])
+
+    def _pack(self, views: Sequence[Sequence[Tensor]], splits: Sequence[int]) -> Tensor:
+        packed = torch.empty(sum(splits), dtype=self.dtype, device=self._device)
+        cursor = 0
+        for regions in views:
+            for region in regions:
+                packed[cursor : cursor + region.numel()].view(region.shape).copy_(region)
+                cursor += region.numel()
+        return packed
+
+    @staticmethod
+    def _scatter(received: Tensor, views: Sequence[Sequence[Tensor]]) -> None:
+        cursor = 0
+        for regions in views:
+            for region in regions:
+                region.copy_(received[cursor : cursor + region.numel()].view(region.shape))
+                cursor += region.numel()
+
+    def _owner_views(self, piece: Piece) -> list[Tensor]:
+        bucket, matrix = self._lying(piece)
+        return [self._in_shard(bucket.work, bucket, matrix, region) for region in piece.regions]
+
+    def _owned_regions(self, piece: Piece) -> list[OwnedRegion]:
+        bucket, matrix = self._lying(piece)
+        return [
+            OwnedRegion(
+                fqn=matrix.fqn,
+                matrix=matrix,
+                update=self._in_shard(bucket.work, bucket, matrix, region),
+                master=self._in_shard(bucket.master, bucket, matrix, region),
+            )
+            for region in piece.regions
+        ]
+
+    def _lying(self, piece: Piece) -> tuple[Bucket, Matrix]:
+        item = self._work_plan.items[piece.item]
+        return self._storage.buckets[item.bucket], item.matrix
+
+    def _in_shard(self, flat: Tensor, bucket: Bucket, matrix: Matrix, region: Box) -> Tensor:
+        span_start, shard_offset = self._span_offset[bucket.plan.index, matrix.fqn]
+        offset = shard_offset + flat_index(region.starts, matrix.grid) - span_start
+        return flat.as_strided(region.shape, row_major_strides(matrix.grid), flat.storage_offset() + offset)
+
+    def _home_views(self, piece: Piece, tensors: Sequence[Tensor]) -> list[Tensor]:
+        matrix = self._work_plan.items[piece.item].matrix
+        batch, slot = self._place[piece.item]
+        whole = tensors[batch]
+        strides = row_major_strides(matrix.box.shape)
+        views = []
+        for region in piece.regions:
+            inside = region.shifted_from(matrix.box.starts)
+            offset = whole.storage_offset() + slot * matrix.numel + flat_index(inside.starts, matrix.box.shape)
+            views.append(whole.as_strided(region.shape, strides, offset))
+        return views
+
+
+def _batches(work: WorkPlan, table: Exchange, group_of: Mapping[str, int]) -> tuple[Batch, ...]:
+    members: dict[tuple[int, int, int], list[int]] = {}
+    for item in table.homed:
+        matrix = work.items[item].matrix
+        members.setdefault((group_of[matrix.fqn], matrix.rows, matrix.cols), []).append(item)
+    return tuple(
+        Batch(group=group, rows=rows, cols=cols, items=tuple(items), labels=tuple(work.items[item].matrix.label for item in items))
+        for (group, rows, cols), items in members.items()
+    )

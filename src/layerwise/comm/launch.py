@@ -1,0 +1,75 @@
+"""Starting and stopping as one of several ranks: what a training script needs of torch.distributed besides DataParallel."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from layerwise.errors import PlanMismatchError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of how many processes this one is, and the device it should use."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+
+
+def start(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) -> Ranks:
+    """Join the process group that the launcher's environment describes; without RANK and WORLD_SIZE run alone."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    chosen = _device(device, local_rank)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Ranks(rank=0, world=1, local_rank=0, device=chosen)
+    if backend == "auto":
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=local_rank, device=chosen)
+
+
+def _device(device: str, local_rank: int) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but torch sees no GPU. Use device 'cpu' or 'auto'.")
+    return torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mean(value: float, ranks: Ranks) -> float:
+    """The average of a number over ranks."""
+    if ranks.world == 1:
+        return value
+    total = torch.tensor([value], dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(total)
+    return float(total) / ranks.world
+
+
+def same_on_all(text: str, what: str, ranks: Ranks) -> None:
+    """Raise on every rank, showing the first line that differs, if ranks hold different texts (a resolved config, say)."""
+    if ranks.world == 1:
+        return
+    gathered: list[str] = [""] * ranks.world
+    dist.all_gather_object(gathered, text)
+    for rank, theirs in enumerate(gathered):
+        if theirs != gathered[0]:
+            changed = [line for line in difflib.ndiff(gathered[0].splitlines(), theirs.splitlines()) if line[:1] in "+-"]
+            raise PlanMismatchError(
+                f"ranks 0 and {rank} were started with different {what}: {' | '.join(line.strip() for line in changed[:4])}. "
+                "Start all ranks with the same settings."
+            )

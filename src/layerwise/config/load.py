@@ -1,0 +1,310 @@
+"""From a config file and command-line overrides to a `TrainConfig`, or to a list of everything that is wrong with them.
+
+A file is TOML, or JSON as `dump_json` writes it. An override is `--section.field value` (also `--section.field=value`;
+`-` and `_` are the same). Both go through the same conversion, so a flag and a file say the same thing about the same
+mistake.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from layerwise.config.schema import SECTIONS, TrainConfig
+from layerwise.errors import ConfigError, Problem, did_you_mean
+
+_NONE_WORDS = ("none", "None", "null")
+_TRUE_WORDS = ("true", "yes", "on", "1")
+_FALSE_WORDS = ("false", "no", "off", "0")
+
+FIELD_TYPES: dict[str, dict[str, object]] = {name: get_type_hints(section) for name, section in SECTIONS.items()}
+"""Section -> field -> its type: what loader, help and tests mean by "every setting"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One `--section.field value` of the command line, not yet looked at."""
+
+    flag: str
+    """As it was typed, for messages."""
+
+    words: tuple[str, ...]
+    """What followed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A config and where each value that is not a default came from."""
+
+    config: TrainConfig
+    origin_by_path: dict[str, str]
+    """`"optim.lr"` -> `"file"` or `"flag"`."""
+
+
+class _Unfit(ValueError):
+    """A value that does not fit its field; the message says what was expected."""
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Take the dotted flags out of `argv`; what is left belongs to the command itself."""
+    overrides: list[Override] = []
+    rest: list[str] = []
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        position += 1
+        flag, equals, value = word.partition("=")
+        if not (flag.startswith("--") and "." in flag):
+            rest.append(word)
+            continue
+        words = [value] if equals else []
+        while len(words) < _arity(flag) and position < len(argv) and not argv[position].startswith("--"):
+            words.append(argv[position])
+            position += 1
+        overrides.append(Override(flag, tuple(words)))
+    return overrides, rest
+
+
+def _field_path(flag: str) -> tuple[str, str]:
+    """`--model.d-model` -> `("model", "d_model")`."""
+    section, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
+    return section, name
+
+
+def _arity(flag: str) -> int:
+    """How many words a flag takes; one when it is unknown, so that the next flag is not swallowed."""
+    section, name = _field_path(flag)
+    kind = FIELD_TYPES.get(section, {}).get(name)
+    return len(get_args(kind)) if get_origin(kind) is tuple else 1
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def load(path: str | None, overrides: Sequence[Override] = ()) -> Loaded:
+    """Read `path` (none: all defaults), apply `overrides` on top; one `ConfigError` has every problem of both."""
+    problems: list[Problem] = []
+    values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
+    origins: dict[str, str] = {}
+    if path is not None:
+        _take_file(path, values, origins, problems)
+    for override in overrides:
+        _take_override(override, values, origins, problems)
+    if problems:
+        raise ConfigError(problems)
+    sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
+    return Loaded(TrainConfig(**sections), origins)
+
+
+def _take_file(
+    path: str, values: dict[str, dict[str, object]], origins: dict[str, str], problems: list[Problem]
+) -> None:
+    document = _read(path, problems)
+    for section, table in document.items():
+        if section not in SECTIONS:
+            problems.append(Problem(f"{path}: {section}", f"unknown section.{did_you_mean(section, SECTIONS)}"))
+        elif not isinstance(table, Mapping):
+            problems.append(Problem(f"{path}: {section}", f"expected a section of settings, got {_shown(table)}."))
+        else:
+            for name, value in table.items():
+                _take(f"{path}: {section}.{name}", (section, str(name)), value, _from_document, values, problems)
+                origins[f"{section}.{name}"] = "file"
+
+
+def _take_override(
+    override: Override, values: dict[str, dict[str, object]], origins: dict[str, str], problems: list[Problem]
+) -> None:
+    section, name = _field_path(override.flag)
+    if section not in SECTIONS:
+        problems.append(Problem(override.flag, f"unknown section {section!r}.{did_you_mean(section, SECTIONS)}"))
+    elif not override.words and name in FIELD_TYPES[section]:
+        problems.append(Problem(override.flag, f"has no value: expected {_expected(FIELD_TYPES[section][name])}."))
+    else:
+        _take(override.flag, (section, name), override.words, _from_words, values, problems)
+        origins[f"{section}.{name}"] = "flag"
+
+
+def _take(
+    where: str,
+    path: tuple[str, str],
+    value: object,
+    convert: Callable[[object, object], object],
+    values: dict[str, dict[str, object]],
+    problems: list[Problem],
+) -> None:
+    """Convert one value into its place, or say why it does not fit."""
+    section, name = path
+    kinds = FIELD_TYPES[section]
+    if name not in kinds:
+        problems.append(Problem(where, f"unknown setting.{did_you_mean(name, kinds)}"))
+        return
+    try:
+        values[section][name] = convert(kinds[name], value)
+    except _Unfit as unfit:
+        problems.append(Problem(where, str(unfit)))
+
+
+def _read(path: str, problems: list[Problem]) -> Mapping[str, object]:
+    """The file as a nested mapping; empty, with a problem noted, when it cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        problems.append(Problem(path, "there is no such file. Without a file, every setting has its default."))
+        return {}
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
+        problems.append(Problem(repr(path), f"cannot be read as text: {error}."))
+        return {}
+    is_json = path.endswith(".json")
+    try:
+        document: object = json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested brackets
+        problems.append(Problem(path, f"is not valid {'JSON' if is_json else 'TOML'}: {error}."))
+        return {}
+    if not isinstance(document, Mapping):
+        problems.append(Problem(path, f"expected an object of sections, got {_shown(document)}."))
+        return {}
+    return document
+
+
+# -- one value -------------------------------------------------------------------------------------
+
+
+def _from_document(kind: object, value: object) -> object:
+    """A value of a TOML or JSON document as `kind`; files are typed, so a quoted number is a mistake."""
+    if _is_optional(kind):
+        if value is None or (isinstance(value, str) and value in _NONE_WORDS):  # TOML has no null of its own
+            return None
+        return _from_document(_inner(kind), value)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return _finite(value)
+    if kind is str and isinstance(value, str):
+        return value
+    if get_origin(kind) is Literal:
+        return _choice(kind, value)
+    if get_origin(kind) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        return _tuple(kind, value, _from_document)
+    raise _Unfit(f"expected {_expected(kind)}, got {_shown(value)}.")
+
+
+def _from_words(kind: object, value: object) -> object:
+    """Words of the command line as `kind`."""
+    words = value if isinstance(value, tuple) else (value,)
+    text = str(words[0]) if words else ""
+    if _is_optional(kind):
+        return None if text in _NONE_WORDS else _from_words(_inner(kind), value)
+    if get_origin(kind) is tuple:
+        parts = text.split(",") if len(words) == 1 else words
+        return _tuple(kind, parts, _from_words)
+    if kind is str:
+        return text
+    if get_origin(kind) is Literal:
+        return _choice(kind, text)
+    if kind is bool and text.lower() in (*_TRUE_WORDS, *_FALSE_WORDS):
+        return text.lower() in _TRUE_WORDS
+    if kind in (int, float):
+        try:
+            return int(text) if kind is int else _finite(float(text))
+        except _Unfit:
+            raise
+        except ValueError:
+            pass  # said below, in our words
+    raise _Unfit(f"expected {_expected(kind)}, got {_shown(text)}.")
+
+
+def _tuple(kind: object, parts: Sequence[object], convert: Callable[[object, object], object]) -> tuple[object, ...]:
+    inner = get_args(kind)
+    if len(parts) != len(inner):
+        raise _Unfit(f"expected {_expected(kind)}, got {len(parts)}: {_shown(list(parts))}.")
+    return tuple(convert(item, part) for item, part in zip(inner, parts, strict=True))
+
+
+def _choice(kind: object, value: object) -> object:
+    choices = get_args(kind)
+    if isinstance(value, str) and value in choices:
+        return value
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    # did_you_mean lists the choices when nothing is close, and they are listed here already
+    close = hint if "Did you mean" in hint else ""
+    raise _Unfit(f"expected {_expected(kind)}, got {_shown(value)}.{close}")
+
+
+def _finite(value: float) -> float:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise _Unfit(f"expected a finite number, got {_shown(value)}.")
+    return number
+
+
+def _is_optional(kind: object) -> bool:
+    return isinstance(kind, types.UnionType) and type(None) in get_args(kind)
+
+
+def _inner(kind: object) -> object:
+    return next(arg for arg in get_args(kind) if arg is not type(None))
+
+
+def _expected(kind: object) -> str:
+    """A type in words."""
+    if _is_optional(kind):
+        return f"{_expected(_inner(kind))} or none"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple:
+        return f"{len(get_args(kind))} numbers"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]  # type: ignore[index]
+
+
+def _shown(value: object, limit: int = 60) -> str:
+    """`repr`, but never a wall of text and never a failure."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer too long to print, or a document nested too deeply
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+# -- writing it down -------------------------------------------------------------------------------
+
+
+def dump_json(config: TrainConfig) -> str:
+    """Every setting with its value; `load` reads it back to an equal config."""
+    return json.dumps(asdict(config), indent=2) + "\n"
+
+
+def dump_toml(loaded: Loaded) -> str:
+    """The config as a TOML file, each line with its origin; `load` reads it back to an equal config."""
+    lines: list[str] = []
+    for section, kind in SECTIONS.items():
+        lines.append(f"[{section}]")
+        record = getattr(loaded.config, section)
+        for item in fields(kind):
+            setting = f"{item.name} = {_toml(getattr(record, item.name))}"
+            origin = loaded.origin_by_path.get(f"{section}.{item.name}", "default")
+            lines.append(f"{setting:<40} # {origin}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    # JSON writes numbers, booleans and strings as TOML does, but for DEL, which TOML wants escaped too
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,321 @@
+"""What a user of `layerwise train` can set, and the values that follow from it.
+
+Every section is a frozen record of what was written. What the trainer computes from it (`ModelShape`, the update rules)
+is another type, so nothing is ever written back into a config and no "none means automatic" survives `resolve_model`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from layerwise.config.rules import AdaMuon, AdamW, Lion, Method, Muon, NorMuon, NsDtype, Rule, Scale, WeightDecayMode
+
+BYTE_VALUES = 256
+"""Tokens are bytes, so this many rows of the embedding are ever read."""
+
+_HIDDEN_MULTIPLE = 32  # the automatic MLP width is rounded up to this: wide enough for any vector unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The GPT: pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU MLP."""
+
+    d_model: int = 256
+    """Width of the residual stream."""
+
+    n_layers: int = 6
+    """Number of blocks."""
+
+    n_heads: int = 4
+    """Query heads."""
+
+    n_kv_heads: int = 2
+    """Key and value heads; each serves n_heads / n_kv_heads query heads."""
+
+    head_dim: int | None = None
+    """Width of one head, an even number. none: d_model / n_heads."""
+
+    hidden: int | None = None
+    """Width of the MLP. none: 8/3 * d_model rounded up to a multiple of 32, which has the size of a plain 4x MLP."""
+
+    vocab_size: int = BYTE_VALUES
+    """Rows of the embedding. Tokens are bytes, so 256 are read; more rows are padding."""
+
+    seq_len: int = 256
+    """Bytes in one training sequence."""
+
+    tie_embeddings: bool = False
+    """Use the embedding as the output head too."""
+
+    fuse_gate_up: bool = True
+    """Keep the MLP's gate and up projections in one weight of two row blocks."""
+
+    rope_base: float = 10_000.0
+    """Longest wavelength of the rotary embedding, in positions, divided by 2 pi."""
+
+    norm_eps: float = 1e-5
+    """Added to the mean square inside RMSNorm."""
+
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 * n_layers)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the text comes from."""
+
+    path: str = ""
+    """A text file, or a folder whose files are joined in name order. Empty: the source of Python's standard library."""
+
+    val_fraction: float = 0.05
+    """The last part of the text, kept for validation."""
+
+    seed: int = 0
+    """Decides the order of training samples, together with the sample's number and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """Two update rules: one for the matrices of linear layers, one for everything else."""
+
+    rule: Literal["muon", "normuon", "adamuon", "adamw"] = "muon"
+    """Rule of the matrices. adamw: no orthogonalisation anywhere, the usual baseline."""
+
+    lr: float = 5e-3
+    """Learning rate of the matrices."""
+
+    momentum: float = 0.95
+    """mu of the moving average of gradients, which Muon and its kin orthogonalise."""
+
+    nesterov: bool = True
+    """Orthogonalise (1-mu)*G + mu*M instead of M."""
+
+    beta2: float = 0.95
+    """Decay of the second moment that normuon and adamuon keep; others ignore it."""
+
+    weight_decay: float = 0.1
+    """Weight decay of the matrices."""
+
+    weight_decay_mode: WeightDecayMode = "decoupled"
+    """decoupled: W *= 1 - lr*wd. independent: W *= 1 - wd. coupled: G += wd*W. For both rules."""
+
+    coefficients: str = "polar_express"
+    """Name of the Newton-Schulz coefficient set."""
+
+    ns_steps: int = 5
+    """Newton-Schulz steps."""
+
+    method: Method = "auto"
+    """standard iterates on the matrix, gram on its smaller Gram matrix; auto takes gram where it saves work."""
+
+    scale: Scale = "rms"
+    """Update scale by shape. rms: 0.2*sqrt(max), spectral: sqrt(max), shape: sqrt(max(1, M/N)), unit_rms: sqrt(M/N)."""
+
+    extra_scale: float = 1.0
+    """A constant on top of scale."""
+
+    ns_dtype: NsDtype = "bf16"
+    """Working dtype of Newton-Schulz."""
+
+    other_rule: Literal["adamw", "lion"] = "adamw"
+    """Rule of embeddings, output head, norms and biases."""
+
+    other_lr: float = 3e-3
+    """Learning rate of the other params."""
+
+    other_weight_decay: float = 0.0
+    """Weight decay of the other params."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decays of AdamW's moments (or Lion's interpolation and momentum), wherever that rule is used."""
+
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+
+    clip_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm. none: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """How every learning rate moves over the run; all rules share one shape."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    """cosine: half a wave down. wsd: flat, then a straight line down at the end. constant: flat."""
+
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+
+    min_lr_ratio: float = 0.1
+    """The last step's share of the learning rate (cosine and wsd)."""
+
+    decay_fraction: float = 0.2
+    """Share of the run that wsd spends going down."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How parameters and gradients are stored and travel."""
+
+    layout: Literal["auto", "flat", "replicated"] = "auto"
+    """flat: equal byte shards of masters and optimizer state. replicated: everything everywhere. auto: by cost."""
+
+    bucket_mib: float | None = None
+    """Size of a communication bucket. none: the library's choice."""
+
+    overlap_grad_reduce: bool = True
+    """Reduce gradients while backward is still running."""
+
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients are accumulated and reduced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopConfig:
+    """The training loop."""
+
+    steps: int = 500
+    """Optimizer steps."""
+
+    batch_size: int = 8
+    """Sequences per rank and microbatch."""
+
+    accumulation: int = 1
+    """Microbatches per step."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the params. With bf16 the optimizer keeps fp32 masters."""
+
+    seed: int = 0
+    """Seed of the initial weights, the same on every rank."""
+
+    eval_every: int = 100
+    """Steps between validations; there is always one before the first step and one after the last. 0: only those."""
+
+    eval_sequences: int = 64
+    """Validation windows, evenly spaced over the validation text, the same for every world size."""
+
+    log_every: int = 10
+    """Steps between progress lines."""
+
+    out_dir: str = "runs/train"
+    """Folder for metrics, resolved config and report. One that holds a run is left alone: -2, -3 ... is appended."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU when there is one."""
+
+    deterministic: bool = False
+    """Ask torch for deterministic kernels, and fail where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Everything about one training run, as the user wrote it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "schedule": ScheduleConfig,
+    "parallel": ParallelConfig,
+    "train": LoopConfig,
+}
+"""The sections of a config file, in the order in which they are printed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A `ModelConfig` with every automatic value filled in."""
+
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab_size: int
+    seq_len: int
+    tie_embeddings: bool
+    fuse_gate_up: bool
+    rope_base: float
+    norm_eps: float
+    init_std: float
+
+
+def resolve_model(model: ModelConfig) -> ModelShape:
+    """Fill in what the user left open; expects a validated config."""
+    automatic_hidden = -(-8 * model.d_model // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
+    return ModelShape(
+        d_model=model.d_model,
+        n_layers=model.n_layers,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        head_dim=model.d_model // model.n_heads if model.head_dim is None else model.head_dim,
+        hidden=automatic_hidden if model.hidden is None else model.hidden,
+        vocab_size=model.vocab_size,
+        seq_len=model.seq_len,
+        tie_embeddings=model.tie_embeddings,
+        fuse_gate_up=model.fuse_gate_up,
+        rope_base=model.rope_base,
+        norm_eps=model.norm_eps,
+        init_std=model.init_std,
+    )
+
+
+def matrix_rule(optim: OptimConfig) -> Rule:
+    """The rule of the matrices, as a value the optimizer takes."""
+    if optim.rule == "adamw":
+        return AdamW(
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            weight_decay_mode=optim.weight_decay_mode,
+            betas=optim.betas,
+            eps=optim.eps,
+        )
+    muon = Muon(
+        lr=optim.lr,
+        momentum=optim.momentum,
+        nesterov=optim.nesterov,
+        weight_decay=optim.weight_decay,
+        weight_decay_mode=optim.weight_decay_mode,
+        coefficients=optim.coefficients,
+        steps=optim.ns_steps,
+        method=optim.method,
+        scale=optim.scale,
+        extra_scale=optim.extra_scale,
+        ns_dtype=optim.ns_dtype,
+    )
+    match optim.rule:
+        case "muon":
+            return muon
+        case "normuon":
+            return NorMuon(**muon.options(), beta2=optim.beta2)  # type: ignore[arg-type]
+        case "adamuon":
+            return AdaMuon(**muon.options(), beta2=optim.beta2)  # type: ignore[arg-type]
+
+
+def other_rule(optim: OptimConfig) -> Rule:
+    """The rule of everything that is not a matrix."""
+    if optim.other_rule == "lion":
+        return Lion(
+            lr=optim.other_lr,
+            weight_decay=optim.other_weight_decay,
+            weight_decay_mode=optim.weight_decay_mode,
+            betas=optim.betas,
+        )
+    return AdamW(
+        lr=optim.other_lr,
+        weight_decay=optim.other_weight_decay,
+        weight_decay_mode=optim.weight_decay_mode,
+        betas=optim.betas,
+        eps=optim.eps,
+    )

@@ -1,0 +1,257 @@
+"""What is wrong with a config whose values all have the right type: ranges, combinations, and files.
+
+`validate` looks at everything and returns every problem, so that a user fixes a config once. It reads sizes of files,
+never their content, and imports nothing heavy: a bad config is refused in well under a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from layerwise.config.coefficients import check_coefficients
+from layerwise.config.schema import BYTE_VALUES, ModelConfig, OptimConfig, TrainConfig, matrix_rule, other_rule
+from layerwise.errors import Problem
+
+# Beyond these a number is a typing mistake, and some of them would take the machine down before torch could complain.
+_MOST_LAYERS = 10_000
+_MOST_WIDTH = 1_000_000
+_MOST_STEPS = 1_000_000_000
+_MOST_SEED = 2**63 - 1
+
+_INTEGER_RANGES: dict[str, tuple[int, int]] = {
+    "model.d_model": (1, _MOST_WIDTH),
+    "model.n_layers": (1, _MOST_LAYERS),
+    "model.n_heads": (1, _MOST_WIDTH),
+    "model.n_kv_heads": (1, _MOST_WIDTH),
+    "model.head_dim": (2, _MOST_WIDTH),
+    "model.hidden": (1, _MOST_WIDTH),
+    "model.vocab_size": (BYTE_VALUES, _MOST_WIDTH),
+    "model.seq_len": (2, _MOST_WIDTH),
+    "data.seed": (0, _MOST_SEED),
+    "optim.ns_steps": (1, 100),
+    "schedule.warmup_steps": (0, _MOST_STEPS),
+    "train.steps": (1, _MOST_STEPS),
+    "train.batch_size": (1, _MOST_WIDTH),
+    "train.accumulation": (1, _MOST_WIDTH),
+    "train.seed": (0, _MOST_SEED),
+    "train.eval_every": (0, _MOST_STEPS),
+    "train.eval_sequences": (1, _MOST_WIDTH),
+    "train.log_every": (1, _MOST_STEPS),
+}
+
+
+def _is_positive(number: float) -> bool:
+    return number > 0
+
+
+def _is_not_negative(number: float) -> bool:
+    return number >= 0
+
+
+def _is_share(number: float) -> bool:
+    return 0 <= number <= 1
+
+
+def _is_decay(number: float) -> bool:
+    return 0 <= number < 1
+
+
+_NUMBER_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "model.rope_base": (_is_positive, "a number above 0"),
+    "model.norm_eps": (_is_positive, "a number above 0"),
+    "model.init_std": (_is_positive, "a number above 0"),
+    "optim.lr": (_is_not_negative, "a number that is not negative"),
+    "optim.momentum": (_is_decay, "a number from 0 up to, but not including, 1"),
+    "optim.beta2": (_is_decay, "a number from 0 up to, but not including, 1"),
+    "optim.weight_decay": (_is_not_negative, "a number that is not negative"),
+    "optim.extra_scale": (_is_positive, "a number above 0"),
+    "optim.other_lr": (_is_not_negative, "a number that is not negative"),
+    "optim.other_weight_decay": (_is_not_negative, "a number that is not negative"),
+    "optim.eps": (_is_positive, "a number above 0"),
+    "optim.clip_grad_norm": (_is_positive, "a number above 0, or none"),
+    "schedule.min_lr_ratio": (_is_share, "a number from 0 to 1"),
+    "schedule.decay_fraction": (_is_share, "a number from 0 to 1"),
+    "parallel.bucket_mib": (_is_positive, "a number above 0, or none"),
+}
+
+
+def validate(config: TrainConfig) -> list[Problem]:
+    """Every problem of `config`; an empty list means that a run may start."""
+    problems = [
+        *_range_problems(config),
+        *_model_problems(config.model),
+        *_optim_problems(config.optim),
+        *_schedule_problems(config),
+        *_data_problems(config),
+        *_out_dir_problems(config.train.out_dir),
+    ]
+    return problems or list(_rule_problems(config.optim))
+
+
+def _value(config: TrainConfig, path: str) -> object:
+    section, name = path.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _range_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Each number on its own."""
+    for path, (least, most) in _INTEGER_RANGES.items():
+        value = _value(config, path)
+        if isinstance(value, int) and not least <= value <= most:
+            found = str(value) if abs(value) < 10**20 else "a number of more than 20 digits"
+            yield Problem(path, f"expected an integer from {least} to {most}, got {found}.")
+    for path, (is_fine, wanted) in _NUMBER_RANGES.items():
+        value = _value(config, path)
+        if isinstance(value, float) and not is_fine(value):
+            yield Problem(path, f"expected {wanted}, got {value!r}.")
+
+
+def _model_problems(model: ModelConfig) -> Iterator[Problem]:
+    if model.n_kv_heads > 0 and model.n_heads % model.n_kv_heads != 0:
+        yield Problem(
+            "model.n_kv_heads",
+            f"expected a divisor of n_heads={model.n_heads}, got {model.n_kv_heads}: "
+            "every key head serves the same number of query heads.",
+        )
+    if model.head_dim is not None:
+        if model.head_dim % 2 != 0:
+            yield Problem("model.head_dim", f"expected an even number, got {model.head_dim}: rotary turns pairs.")
+    elif model.n_heads > 0:
+        head_dim, rest = divmod(model.d_model, model.n_heads)
+        if rest != 0:
+            yield Problem(
+                "model.d_model",
+                f"expected a multiple of n_heads={model.n_heads}, got {model.d_model}. "
+                "Change one of them, or set model.head_dim.",
+            )
+        elif head_dim % 2 != 0:
+            yield Problem(
+                "model.d_model",
+                f"d_model={model.d_model} and n_heads={model.n_heads} make heads of width {head_dim}: "
+                "expected an even width, rotary turns pairs. Change one of them, or set model.head_dim.",
+            )
+
+
+def _optim_problems(optim: OptimConfig) -> Iterator[Problem]:
+    if any(not _is_decay(beta) for beta in optim.betas):
+        yield Problem(
+            "optim.betas", f"expected two numbers from 0 up to, but not including, 1, got {list(optim.betas)}."
+        )
+    if optim.ns_steps >= 1:
+        problem = check_coefficients(optim.coefficients, optim.ns_steps)
+        if problem is not None:
+            yield Problem("optim.coefficients", problem)
+
+
+def _rule_problems(optim: OptimConfig) -> Iterator[Problem]:
+    """The rules have the last word on their own numbers."""
+    for path, build in (("optim.rule", matrix_rule), ("optim.other_rule", other_rule)):
+        try:
+            build(optim)
+        except ValueError as error:
+            yield Problem(path, str(error))
+
+
+def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:
+    warmup, steps = config.schedule.warmup_steps, config.train.steps
+    if 0 < steps <= warmup:
+        yield Problem(
+            "schedule.warmup_steps",
+            f"expected fewer than train.steps={steps}, got {warmup}: the rate would never arrive.",
+        )
+    elif config.schedule.kind == "wsd" and 0 <= config.schedule.decay_fraction <= 1:
+        decay = round(config.schedule.decay_fraction * steps)
+        if warmup + decay > steps > 0:
+            yield Problem(
+                "schedule.decay_fraction",
+                f"warm-up ({warmup} steps) and decay ({decay} steps) do not fit into train.steps={steps}.",
+            )
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def corpus_files(path: str) -> Iterator[Path]:
+    """The files that make up a corpus, in name order: the one rule for what is read, used by the loader too.
+
+    Hidden files and folders are left out. For the standard library only `.py` files count, without its test suites and
+    what is installed on top of it, because not every Python ships the former and the latter is not standard.
+    """
+    if path == "":
+        yield from _walk(
+            Path(sysconfig.get_path("stdlib")), suffix=".py", skip=("site-packages", "dist-packages", "test", "tests")
+        )
+    elif os.path.isdir(path):
+        yield from _walk(Path(path), suffix="", skip=())
+    else:
+        yield Path(path)
+
+
+def _walk(root: Path, *, suffix: str, skip: tuple[str, ...]) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
+        for name in sorted(names):
+            file = Path(folder, name)
+            if name.endswith(suffix) and not name.startswith(".") and file.is_file():  # not a pipe, nor a dangling link
+                yield file
+
+
+def split_point(num_bytes: int, val_fraction: float) -> int:
+    """Where training text ends and validation text begins."""
+    return num_bytes - int(num_bytes * val_fraction)
+
+
+def _data_problems(config: TrainConfig) -> Iterator[Problem]:
+    data = config.data
+    if not 0 < data.val_fraction < 1:
+        yield Problem("data.val_fraction", f"expected a number between 0 and 1, got {data.val_fraction!r}.")
+        return
+    shown = repr(data.path) if data.path else "the standard library"
+    needed = config.model.seq_len + 1
+    try:
+        if data.path and not os.path.exists(data.path):
+            yield Problem("data.path", f"{shown} does not exist. Leave it empty to train on Python's standard library.")
+            return
+        if data.path and not os.path.isdir(data.path) and not os.path.isfile(data.path):
+            yield Problem("data.path", f"{shown} is neither a file nor a folder.")
+            return
+        num_bytes = 0
+        for file in corpus_files(data.path):
+            if not os.access(file, os.R_OK):
+                yield Problem("data.path", f"{str(file)!r} cannot be read: permission denied.")
+                return
+            num_bytes += file.stat().st_size
+            if _is_long_enough(num_bytes, data.val_fraction, needed):
+                return  # a huge folder need not be walked to its end
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        yield Problem("data.path", f"{shown} cannot be read: {error}.")
+        return
+    yield Problem(
+        "data.path",
+        f"{shown} has {num_bytes} bytes: with val_fraction={data.val_fraction} both parts must hold at least "
+        f"seq_len + 1 = {needed}. Use more text or a shorter model.seq_len.",
+    )
+
+
+def _is_long_enough(num_bytes: int, val_fraction: float, needed: int) -> bool:
+    train_bytes = split_point(num_bytes, val_fraction)
+    return min(train_bytes, num_bytes - train_bytes) >= needed
+
+
+def _out_dir_problems(out_dir: str) -> Iterator[Problem]:
+    if out_dir == "":
+        yield Problem("train.out_dir", "is empty: expected a folder for metrics and reports.")
+        return
+    try:
+        nearest = Path(out_dir).absolute()
+        while not nearest.exists() and nearest != nearest.parent:
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            yield Problem("train.out_dir", f"{str(nearest)!r} is a file: expected a folder.")
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            yield Problem("train.out_dir", f"{str(nearest)!r} cannot be written to: permission denied.")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        yield Problem("train.out_dir", f"{out_dir!r} cannot be a folder: {error}.")

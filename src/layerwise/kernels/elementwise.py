@@ -1,0 +1,90 @@
+"""Element-wise parts of the update rules, over lists of flat fp32 tensors.
+
+Each list entry is a run of elements with equal options; foreach kernels walk all runs in one launch. Every function is element-wise, so the result for
+an element does not depend on how the params were cut into shards and runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
+
+
+def decay_(masters: Tensors, grads: Tensors, *, lr: float, weight_decay: float, mode: str) -> None:
+    """Weight decay in any of its modes; every rule calls this first, so every rule honours every mode."""
+    if weight_decay == 0.0 or not masters:
+        return
+    match mode:
+        case "decoupled":
+            torch._foreach_mul_(masters, 1.0 - lr * weight_decay)
+        case "independent":
+            torch._foreach_mul_(masters, 1.0 - weight_decay)
+        case "coupled":
+            torch._foreach_add_(grads, masters, alpha=weight_decay)
+        case _:
+            raise ValueError(f"weight_decay_mode must be decoupled, independent or coupled, got {mode!r}.")
+
+
+def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bool) -> None:
+    """`M = mu*M + (1-mu)*G`; leaves in `grads` what is to be orthogonalised: `(1-mu)*G + mu*M` with nesterov, else M."""
+    if not grads:
+        return
+    torch._foreach_mul_(momenta, momentum)
+    torch._foreach_add_(momenta, grads, alpha=1.0 - momentum)
+    if nesterov:
+        torch._foreach_mul_(grads, 1.0 - momentum)
+        torch._foreach_add_(grads, momenta, alpha=momentum)
+    else:
+        torch._foreach_copy_(grads, momenta)
+
+
+def subtract_scaled_(masters: Tensors, updates: Tensors, factors: Sequence[float]) -> None:
+    """`W -= factor * U`, with a factor for every run. Scales `updates` in place."""
+    if not masters:
+        return
+    torch._foreach_mul_(updates, list(factors))
+    torch._foreach_sub_(masters, updates)
+
+
+def adamw_(
+    masters: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """One Adam update; `step` counts from 1."""
+    if not masters:
+        return
+    beta1, beta2 = betas
+    torch._foreach_mul_(exp_avgs, beta1)
+    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(denominators, math.sqrt(1.0 - beta2**step))
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(masters, exp_avgs, denominators, value=-lr / (1.0 - beta1**step))
+
+
+def lion_(masters: Tensors, grads: Tensors, exp_avgs: Tensors, *, lr: float, betas: tuple[float, float]) -> None:
+    """One Lion update: step along the sign of an interpolated momentum, then advance the momentum."""
+    if not masters:
+        return
+    beta1, beta2 = betas
+    directions = torch._foreach_mul(exp_avgs, beta1)
+    torch._foreach_add_(directions, grads, alpha=1.0 - beta1)
+    torch._foreach_sign_(directions)
+    torch._foreach_mul_(directions, lr)
+    torch._foreach_sub_(masters, directions)
+    torch._foreach_mul_(exp_avgs, beta2)
+    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta2)

@@ -1,0 +1,1 @@
+"""The optimizer: param groups and rules on top of the engine's phases."""

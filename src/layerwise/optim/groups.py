@@ -1,0 +1,54 @@
+"""Param groups: every trainable param with its rule and its live options, in the shape torch's LR schedulers expect."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from layerwise.config.rules import Rule
+from layerwise.errors import did_you_mean
+from layerwise.layout.plan import Plan
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The params that share a rule and its options."""
+
+    rule: Rule
+    fqns: tuple[str, ...]
+
+    def as_param_group(self, params: Mapping[str, nn.Parameter]) -> dict[str, object]:
+        """The group as torch.optim.Optimizer holds it; the optimizer reads options back from there at every step."""
+        return {"params": [params[fqn] for fqn in self.fqns], "rule": self.rule.kind, "fqns": list(self.fqns), **self.rule.options()}
+
+
+def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ...]:
+    """Groups in order of first appearance: the family decides the rule, route options override its fields."""
+    if other.is_matrix_rule:
+        raise ValueError(
+            f"other={type(other).__name__}(...) is a matrix rule: it cannot update vectors and embeddings. Use AdamW or Lion, and give "
+            f"{type(other).__name__} as matrix=."
+        )
+    members: dict[Rule, list[str]] = {}
+    for param in plan.table:
+        route = plan.routes[param.fqn]
+        if route.family != "frozen":
+            base = matrix if route.family == "matrix" else other
+            members.setdefault(_with_options(base, param.fqn, dict(route.options)), []).append(param.fqn)
+    return tuple(GroupPlan(rule, tuple(fqns)) for rule, fqns in members.items())
+
+
+def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:
+    known = {field.name for field in dataclasses.fields(rule)}
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"the route rule that matched {fqn!r} sets {name!r}, which {type(rule).__name__} does not have." + did_you_mean(name, known)
+            )
+    try:
+        return dataclasses.replace(rule, **options) if options else rule  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"the route rule that matched {fqn!r}: {error}") from None

@@ -1,0 +1,57 @@
+"""Dynamic loss scaling for fp16 params: gradients are computed from a scaled-up loss so that small ones do not vanish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How the scale moves. Powers of two throughout, so that scaling and unscaling are exact."""
+
+    initial: float = 2.0**16
+    """The scale of the first step."""
+
+    factor: float = 2.0
+    """Multiplies the scale after `growth_interval` good steps, divides it after `hysteresis` bad ones."""
+
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.initial > 0 and self.minimum > 0 and self.factor > 1 and self.growth_interval >= 1 and self.hysteresis >= 1):
+            raise ValueError(
+                f"LossScale: expected initial and minimum above 0, factor above 1, growth_interval and hysteresis at least 1, got {self}."
+            )
+
+
+class LossScaler:
+    """The live scale. It moves only on facts that all ranks share, so it is the same everywhere."""
+
+    def __init__(self, config: LossScale) -> None:
+        self.config = config
+        self.scale = config.initial
+        self.good_steps = 0
+        self.bad_steps = 0
+
+    def update(self, *, overflow: bool) -> None:
+        """Advance after a step: shrink when gradients overflowed, grow after a long enough quiet stretch."""
+        if overflow:
+            self.good_steps = 0
+            self.bad_steps += 1
+            if self.bad_steps >= self.config.hysteresis:
+                self.scale = max(self.scale / self.config.factor, self.config.minimum)
+                self.bad_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.config.growth_interval:
+            self.scale *= self.config.factor
+            self.good_steps = self.bad_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self.good_steps, "bad_steps": self.bad_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self.good_steps, self.bad_steps = int(state["good_steps"]), int(state["bad_steps"])

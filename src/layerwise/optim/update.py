@@ -1,0 +1,190 @@
+"""Phases 3 to 6 of a step: average, clip, momentum, exchange, orthogonalise, return, and the update of masters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerwise.buffers.storage import Bucket
+from layerwise.comm.engine import Engine
+from layerwise.comm.exchanger import Batch, Cohort
+from layerwise.config.rules import update_scale
+from layerwise.kernels.elementwise import decay_, subtract_scaled_
+from layerwise.layout.schedule import CommSchedule, pipelined
+from layerwise.optim.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, state_names
+from layerwise.optim.groups import GroupPlan
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A stretch of one shard whose params are all in one group, padding between them included."""
+
+    bucket: Bucket
+    group: int
+    start: int
+    stop: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop]
+
+
+def _runs_of(bucket: Bucket, group_of: Mapping[str, int]) -> list[_Run]:
+    runs: list[_Run] = []
+    for span in bucket.spans:
+        group, stop = group_of[span.fqn], span.shard_offset + span.numel
+        if runs and runs[-1].group == group:
+            # The gap between two params is padding: zero gradient, zero state, so it takes part without being noticed.
+            runs[-1] = _Run(bucket, group, runs[-1].start, stop)
+        else:
+            runs.append(_Run(bucket, group, span.shard_offset, stop))
+    return runs
+
+
+class Update:
+    """Everything between reduced gradients and new masters, on this rank."""
+
+    def __init__(
+        self, engine: Engine, groups: Sequence[GroupPlan], norm_group_of: Mapping[str, str], schedule: CommSchedule
+    ) -> None:
+        self._engine = engine
+        self._buckets = engine.storage.buckets
+        self._groups = groups
+        self._group_of = {fqn: index for index, group in enumerate(groups) for fqn in group.fqns}
+        self._allocate_state()
+        self._runs: list[list[_Run]] = [[] for _ in groups]
+        for bucket in self._buckets:
+            for run in _runs_of(bucket, self._group_of):
+                self._runs[run.group].append(run)
+        self._spans_by_norm_group: dict[str, list[Tensor]] = {}
+        for bucket in self._buckets:
+            for span in bucket.spans:
+                part = bucket.work[span.shard_offset : span.shard_offset + span.numel]
+                self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append(part)
+        self._cohorts = [
+            [Cohort(engine.storage, engine.communicator, schedule, work, number_, self._group_of) for number_ in range(work.num_cohorts)]
+            for work in engine.plan.works
+            if all(groups[self._group_of[item.matrix.fqn]].rule.is_matrix_rule for item in work.items)
+        ]
+        self._home_state = {
+            batch: {
+                name: torch.zeros(len(batch.items), *shape, device=self._buckets[0].work.device)
+                for name, shape in MATRIX[groups[batch.group].rule.kind].home_state(batch.rows, batch.cols).items()
+            }
+            for cohorts in self._cohorts
+            for cohort in cohorts
+            for batch in cohort.batches
+        }
+
+    def _allocate_state(self) -> None:
+        """All state, on every rank, before the first step: nothing that saves or loads state has to run a step to bring it into being."""
+        for bucket in self._buckets:
+            rules = {self._groups[self._group_of[placement.fqn]].rule.kind for placement in bucket.plan.placements}
+            for kind in sorted(rules):
+                for name in state_names(kind):
+                    bucket.state.setdefault(name, torch.zeros_like(bucket.master))
+
+    def average(self, divisor: float) -> None:
+        """Sums over ranks (of a scaled loss) to averages, in fp32. A sum first and then one division: the same rounding in every layout."""
+        for bucket in self._buckets:
+            if bucket.work.data_ptr() != bucket.grad_shard.data_ptr():
+                bucket.work.copy_(bucket.grad_shard)
+        if divisor != 1.0:
+            torch._foreach_div_([bucket.work for bucket in self._buckets], divisor)
+
+    def apply(self, options: Sequence[Options], coefficients: Mapping[str, float], step: int) -> None:
+        """Clip, then update the masters of every group; `options` are the live param groups."""
+        for name, spans in self._spans_by_norm_group.items():
+            if coefficients[name] < 1.0:
+                torch._foreach_mul_(spans, coefficients[name])
+        for index, group in enumerate(self._groups):
+            runs = self._group_runs(index, group.rule.kind)
+            live = options[index]
+            decay_(
+                runs.masters,
+                runs.grads,
+                lr=number(live, "lr"),
+                weight_decay=number(live, "weight_decay"),
+                mode=str(live["weight_decay_mode"]),
+            )
+            if group.rule.is_matrix_rule:
+                MATRIX[group.rule.kind].prepare_(runs, live)
+            else:
+                ELEMENTWISE[group.rule.kind].update_(runs, live, step)
+        for cohorts in self._cohorts:
+            self._orthogonalise(cohorts, options)
+        for bucket in self._buckets:
+            bucket.master_version += 1
+
+    def _group_runs(self, index: int, kind: str) -> Runs:
+        runs = self._runs[index]
+        return Runs(
+            masters=[run.of(run.bucket.master) for run in runs],
+            grads=[run.of(run.bucket.work) for run in runs],
+            states={name: [run.of(run.bucket.state[name]) for run in runs] for name in state_names(kind)},
+        )
+
+    def _orthogonalise(self, cohorts: Sequence[Cohort], options: Sequence[Options]) -> None:
+        """Walk the pipeline: while one cohort is orthogonalised the next is on its way, and the one before is coming back."""
+        incoming, returning = {}, {}
+        for phase, number_ in pipelined(len(cohorts)):
+            if phase == "exchange":
+                incoming[number_] = cohorts[number_].send()
+                continue
+            cohort = cohorts[number_]
+            matrices = cohort.unpack(incoming.pop(number_).wait())
+            directions = [
+                self._direction(batch, tensor, options[batch.group]) for batch, tensor in zip(cohort.batches, matrices, strict=True)
+            ]
+            returning[number_] = cohort.send_back(directions)
+            if number_ > 0:
+                self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1).wait(), options)
+        for number_, handle in returning.items():
+            self._take_home(cohorts[number_], handle.wait(), options)
+
+    def _direction(self, batch: Batch, update_BMN: Tensor, options: Options) -> Tensor:
+        kind = self._groups[batch.group].rule.kind
+        return MATRIX[kind].direction(update_BMN, options, self._home_state[batch])
+
+    def _take_home(self, cohort: Cohort, received: Tensor, options: Sequence[Options]) -> None:
+        """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
+        cohort.store(received)
+        factors = []
+        for region in cohort.owned:
+            live = options[self._group_of[region.fqn]]
+            scale = update_scale(str(live["scale"]), region.matrix.rows, region.matrix.cols)
+            factors.append(number(live, "lr") * scale * number(live, "extra_scale"))
+        subtract_scaled_([region.master for region in cohort.owned], [region.update for region in cohort.owned], factors)
+
+    def state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's state of every trainable param, as views; empty tensors where it holds none, so that all ranks have the same keys."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for bucket in self._buckets:
+            spans = {span.fqn: span for span in bucket.spans}
+            for placement in bucket.plan.placements:
+                kind = self._groups[self._group_of[placement.fqn]].rule.kind
+                start = spans[placement.fqn].shard_offset if placement.fqn in spans else 0
+                stop = start + (spans[placement.fqn].numel if placement.fqn in spans else 0)
+                found[placement.fqn] = {name: bucket.state[name][start:stop] for name in state_names(kind)}
+                if bucket.master.dtype != bucket.replica.dtype:
+                    found[placement.fqn]["master"] = bucket.master[start:stop]
+        self._add_home_state(found)
+        return found
+
+    def _add_home_state(self, found: dict[str, dict[str, Tensor]]) -> None:
+        here = {
+            (label, name): tensor[slot]
+            for batch, tensors in self._home_state.items()
+            for name, tensor in tensors.items()
+            for slot, label in enumerate(batch.labels)
+        }
+        for work in self._engine.plan.works:
+            for item in work.items:
+                rule = self._groups[self._group_of[item.matrix.fqn]].rule
+                if not rule.is_matrix_rule:
+                    continue
+                for name in MATRIX[rule.kind].home_state(item.matrix.rows, item.matrix.cols):
+                    nothing = torch.zeros(0, device=self._buckets[0].work.device)
+                    found[item.matrix.fqn][f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)

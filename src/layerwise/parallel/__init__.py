@@ -1,0 +1,1 @@
+"""Modules on many ranks: hooks that feed the engine."""

@@ -1,0 +1,96 @@
+"""Params as plain values: what routing and layout know about a model, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from layerwise.dtypes import DType
+from layerwise.errors import did_you_mean
+
+
+class ModuleKind(StrEnum):
+    """What kind of module holds a param directly; found by type, never by name."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    NORM = "norm"
+    CONV = "conv"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One named tensor of the model. Its fully qualified name is its identity."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: DType = DType.FP32
+    trainable: bool = True
+    module_kind: ModuleKind = ModuleKind.OTHER
+    module_type: str = ""
+    """Class name of the module that holds it, for the reason given to the user."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same tensor, in registration order."""
+    alias_kinds: tuple[ModuleKind, ...] = ()
+    """Kinds of the modules behind the aliases: a linear weight that is also an embedding is a tied head."""
+    maps_to_vocabulary: bool = False
+    """A linear layer with one output row per row of one of the model's embeddings."""
+    conv_groups: int = 1
+    row_blocks: tuple[int, ...] = ()
+    """Row blocks that its module declares (fused QKV, gate and up); empty when the module says nothing."""
+    domain: str = "dense"
+    """Name of the set of ranks that hold copies of this param."""
+    tied_across_stages: bool = False
+    """The same weight lives on another pipeline stage, so its shard borders must not depend on its neighbours."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ParamTable:
+    """All params of a model in registration order, which is forward order as far as anyone knows before the first forward."""
+
+    params: tuple[ParamSpec, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for param in self.params:
+            for name in (param.fqn, *param.aliases):
+                if name in seen:
+                    raise ValueError(f"param {name!r} appears twice in the table: names identify params, so each may come once.")
+                seen.add(name)
+
+    def __iter__(self) -> Iterator[ParamSpec]:
+        return iter(self.params)
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    @cached_property
+    def by_name(self) -> dict[str, ParamSpec]:
+        """Every param under its fqn and under each of its aliases."""
+        return {name: param for param in self.params for name in (param.fqn, *param.aliases)}
+
+    def find(self, name: str) -> ParamSpec:
+        """The param of that name; an unknown one is an error with the nearest name."""
+        found = self.by_name.get(name)
+        if found is None:
+            raise KeyError(f"no param is called {name!r}." + did_you_mean(name, self.by_name))
+        return found
+
+
+def table_of(shapes: Sequence[tuple[str, tuple[int, ...]]], dtype: DType = DType.BF16) -> ParamTable:
+    """A table of linear-layer weights from names and shapes alone: presets, examples, tests."""
+    return ParamTable(
+        tuple(ParamSpec(fqn=fqn, shape=shape, dtype=dtype, module_kind=ModuleKind.LINEAR, module_type="Linear") for fqn, shape in shapes)
+    )

@@ -1,0 +1,238 @@
+"""The training loop.
+
+`train` is the whole story; what it calls is below it. It prints nothing: watchers (a metrics file, a console) are told
+what happens, on rank 0 only, and every rank returns the same `EndRecord`.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import layerwise
+from layerwise.comm import launch
+from layerwise.config.load import dump_json
+from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, resolve_model
+from layerwise.routing.rules import summarise
+from layerwise.train.data import Batching, Corpus, Loader, load_corpus
+from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
+from layerwise.train.model import build_gpt, next_byte_loss
+from layerwise.train.schedule import lr_factor
+from layerwise.train.stop import StopRequest
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Watcher(Protocol):
+    """Someone who wants to know how training goes; must not raise and must not take long."""
+
+    def write(self, record: Record) -> None: ...
+
+
+def train(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher] = ()) -> EndRecord:
+    """Train from the first step to the last, or to the first Ctrl-C."""
+    run = prepare(config, ranks, watchers)
+    run.tell(run.record())
+    first_bpb = last_bpb = run.evaluate(step=0)
+    total, outcome = config.train.steps, "finished"
+    with StopRequest() as stop:
+        for step in range(1, total + 1):  # `step` counts finished steps everywhere; samples and rates count from 0
+            run.train_step(step)
+            is_last = step == total
+            if is_last or step % config.train.log_every == 0:
+                run.log(step)
+            if run.should_stop(stop, step) and not is_last:
+                outcome, is_last = "stopped", True
+            if is_last or (config.train.eval_every and step % config.train.eval_every == 0):
+                last_bpb = run.evaluate(step)
+            if is_last:
+                break
+    end = run.end(step, outcome, first_bpb, last_bpb)
+    run.tell(end)
+    return end
+
+
+@dataclass
+class Meter:
+    """What has been measured since the last log line, and in all."""
+
+    loss_sum: Tensor
+    """Sum of step losses, on the device: reading it waits for the device, so that is done once per log line."""
+    steps: int = 0
+    skipped: int = 0
+    train_s: float = 0.0
+    """Time of the steps that `log` has seen, without validation."""
+    total_steps: int = 0
+    started_s: float = field(default_factory=time.perf_counter)
+    lap_started_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+
+@dataclass
+class Run:
+    """The live parts of a run on this rank."""
+
+    config: TrainConfig
+    ranks: launch.Ranks
+    corpus: Corpus
+    loader: Loader
+    model: layerwise.DataParallel
+    optimizer: layerwise.Optimizer
+    base_lrs: tuple[float, ...]
+    """Learning rate of every param group before the schedule."""
+    watchers: Sequence[Watcher]
+    meter: Meter
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.loader.batching.global_batch * self.loader.seq_len
+
+    def tell(self, record: Record) -> None:
+        for watcher in self.watchers:
+            watcher.write(record)
+
+    def train_step(self, step: int) -> None:
+        """One optimizer step: every microbatch forward and backward, then the update."""
+        factor = lr_factor(self.config.schedule, step - 1, self.config.train.steps)
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base_lr * factor
+        accumulation = self.config.train.accumulation
+        for micro in range(accumulation):
+            batch = self.loader.train_batch(step - 1, micro)
+            with nullcontext() if micro == accumulation - 1 else self.model.no_sync():
+                # The gradient of the mean over all samples: microbatches share it here, ranks in DataParallel.
+                loss = next_byte_loss(self.model(batch.tokens), batch.targets).mean() / accumulation
+                loss.backward()  # type: ignore[no-untyped-call]
+            self.meter.loss_sum += loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.meter.steps += 1
+        self.meter.skipped += int(self.optimizer.stats.skipped)
+
+    def log(self, step: int) -> None:
+        """Average over ranks what happened since the last time and tell it."""
+        meter, stats = self.meter, self.optimizer.stats
+        loss = launch.mean(float(meter.loss_sum) / meter.steps, self.ranks)
+        lap_s = time.perf_counter() - meter.lap_started_s
+        record = StepRecord(
+            step=step,
+            loss=loss,
+            bpb=loss / math.log(2),
+            grad_norm=float(stats.grad_norm),
+            num_zeros=int(stats.num_zeros),
+            skipped=meter.skipped,
+            lr_factor=lr_factor(self.config.schedule, step - 1, self.config.train.steps),
+            step_ms=1000 * lap_s / meter.steps,
+            tokens_per_s=self.tokens_per_step * meter.steps / lap_s,
+            bytes_sent=sum(stats.bytes_by_collective.values()),
+            elapsed_s=meter.elapsed_s,
+        )
+        meter.train_s += lap_s
+        meter.total_steps += meter.steps
+        meter.steps = meter.skipped = 0
+        meter.loss_sum.zero_()
+        self.tell(record)
+        meter.lap_started_s = time.perf_counter()
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> float:
+        """Validation loss in bits per byte, over all ranks."""
+        began_s = time.perf_counter()
+        num_sequences = self.config.train.eval_sequences
+        self.model.eval()
+        nats = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for batch, weights in self.loader.val_batches(num_sequences):
+            nats += (next_byte_loss(self.model(batch.tokens), batch.targets) * weights).sum()
+        self.model.train()
+        val_loss = launch.mean(float(nats), self.ranks) * self.ranks.world / num_sequences
+        val_bpb = val_loss / math.log(2)
+        self.tell(EvalRecord(step=step, val_loss=val_loss, val_bpb=val_bpb, elapsed_s=self.meter.elapsed_s))
+        self.meter.lap_started_s += time.perf_counter() - began_s  # validation is not the step's time
+        return val_bpb
+
+    def should_stop(self, stop: StopRequest, step: int) -> bool:
+        """Whether any rank was asked to stop. All answer alike, or the rest would wait for the one that left."""
+        # On a GPU the question makes the host wait, so it is asked where the host waits anyway.
+        is_asked = self.ranks.device.type == "cpu" or step % self.config.train.log_every == 0
+        return is_asked and launch.mean(float(stop.requested), self.ranks) > 0
+
+    def record(self) -> RunRecord:
+        """How this run begins."""
+        plan = self.model.plan
+        return RunRecord(
+            layerwise=layerwise.__version__,
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+            world=self.ranks.world,
+            device=self.ranks.device.type,
+            num_params=sum(param.numel for param in plan.table),
+            routing=summarise(plan.routes, plan.table),
+            layout=plan.layout,
+            plan_digest=plan.digest,
+            data_digest=self.corpus.digest,
+            train_bytes=self.corpus.train.numel(),
+            val_bytes=self.corpus.val.numel(),
+            steps=self.config.train.steps,
+            tokens_per_step=self.tokens_per_step,
+            config=asdict(self.config),
+        )
+
+    def end(self, step: int, outcome: str, first_bpb: float, final_bpb: float) -> EndRecord:
+        """How it ended after `step` steps."""
+        meter = self.meter
+        return EndRecord(
+            step=step,
+            outcome=outcome,
+            first_val_bpb=first_bpb,
+            final_val_bpb=final_bpb,
+            tokens=step * self.tokens_per_step,
+            tokens_per_s=meter.total_steps * self.tokens_per_step / meter.train_s if meter.train_s else math.nan,
+            elapsed_s=meter.elapsed_s,
+        )
+
+
+def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher] = ()) -> Run:
+    """Text, model and optimizer, after making sure that all ranks mean the same run."""
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    shape = resolve_model(config.model)
+    corpus = load_corpus(config.data, shape.seq_len)
+    launch.same_on_all(dump_json(config), "config", ranks)
+    launch.same_on_all(corpus.digest, "training text", ranks)
+    module = build_gpt(shape, seed=config.train.seed, device=ranks.device, dtype=_DTYPES[config.train.precision])
+    model = layerwise.DataParallel(
+        module,
+        layout=config.parallel.layout,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        bucket_mib=config.parallel.bucket_mib,
+        grad_dtype=_DTYPES[config.parallel.grad_dtype],
+    )
+    optimizer = layerwise.Optimizer(
+        model,
+        matrix=matrix_rule(config.optim),
+        other=other_rule(config.optim),
+        clip_grad_norm=config.optim.clip_grad_norm,
+    )
+    batching = Batching(config.train.batch_size, config.train.accumulation, ranks.world)
+    loader = Loader(corpus, batching, shape.seq_len, config.data.seed, ranks.rank, ranks.device)
+    return Run(
+        config=config,
+        ranks=ranks,
+        corpus=corpus,
+        loader=loader,
+        model=model,
+        optimizer=optimizer,
+        base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
+        watchers=watchers,
+        meter=Meter(loss_sum=torch.zeros((), device=ranks.device)),
+    )

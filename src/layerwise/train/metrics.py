@@ -1,0 +1,167 @@
+"""What a run writes down: one JSON object per line in `metrics.jsonl`, rank 0 only.
+
+Schema 1. Every record has `kind`. A file starts with one `run` record (which carries `schema`) and, unless the run was
+killed, ends with one `end` record; in between are `step` and `eval` records in step order. `step` counts finished
+optimizer steps, so an `eval` at step 0 is the untrained model. A number that is not finite is written as null. Readers
+should ignore kinds and fields that they do not know: those may be added without a new schema number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar, TextIO
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """How a run began."""
+
+    kind: ClassVar[str] = "run"
+
+    schema: int = SCHEMA
+    layerwise: str
+    """Version of this package."""
+    torch: str
+    python: str
+    world: int
+    """Number of ranks."""
+    device: str
+    num_params: int
+    """Elements of all params, tied ones once."""
+    routing: str
+    """How many params each rule has, in words."""
+    layout: str
+    plan_digest: str
+    data_digest: str
+    train_bytes: int
+    val_bytes: int
+    steps: int
+    tokens_per_step: int
+    """Over all ranks and microbatches."""
+    config: Mapping[str, object]
+    """The resolved config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """Training since the previous `step` record."""
+
+    kind: ClassVar[str] = "step"
+
+    step: int
+    loss: float
+    """Nats per byte, mean over the steps since the previous record and over ranks."""
+    bpb: float
+    """The same in bits per byte."""
+    grad_norm: float
+    """Global norm before clipping, at this step."""
+    num_zeros: int
+    """Zero gradient elements, at this step."""
+    skipped: int
+    """Steps since the previous record that were not taken because gradients were not finite."""
+    lr_factor: float
+    """What the schedule multiplies every learning rate with."""
+    step_ms: float
+    """Mean time of a step, without validation."""
+    tokens_per_s: float
+    bytes_sent: int
+    """Bytes this rank handed to collectives at this step."""
+    elapsed_s: float
+    """Since the loop began, validation included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord:
+    """Validation after `step` steps."""
+
+    kind: ClassVar[str] = "eval"
+
+    step: int
+    val_loss: float
+    """Nats per byte."""
+    val_bpb: float
+    """Bits per byte."""
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecord:
+    """How a run ended."""
+
+    kind: ClassVar[str] = "end"
+
+    step: int
+    outcome: str
+    """`finished`, or `stopped` when the user asked for it."""
+    first_val_bpb: float
+    final_val_bpb: float
+    tokens: int
+    """Tokens trained on, over all ranks."""
+    tokens_per_s: float
+    """Without validation."""
+    elapsed_s: float
+
+
+Record = RunRecord | StepRecord | EvalRecord | EndRecord
+
+
+def to_json(record: Record) -> str:
+    """A record as one line."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return json.dumps(_finite({"kind": record.kind, **values}), allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    """The same data with null for inf and NaN, which JSON cannot write."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: Path) -> list[dict[str, object]]:
+    """The records of a file; a last line that a crash cut short is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+class MetricsFile:
+    """Appends records to a file, each whole and at once; a full disk ends the writing, never the training."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failure: str | None = None
+        """Why writing stopped, for the one who talks to the user."""
+        # line by line, so that the file can be read while the run goes on
+        self._file: TextIO | None = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: Record) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(to_json(record) + "\n")
+        except OSError as error:
+            self.failure = f"metrics are no longer written to {self.path}: {error}. Training goes on."
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.close()
+            except OSError as error:
+                self.failure = f"the end of {self.path} may be missing: {error}."

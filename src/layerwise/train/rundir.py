@@ -1,0 +1,58 @@
+"""The folder of a run: a fresh one, so that no run ever overwrites another, and the report that ends up in it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerwise.config.load import dump_json
+from layerwise.config.schema import TrainConfig
+from layerwise.train.metrics import read_metrics
+from layerwise.train.report import html_report, loss_curve
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Where the files of a run are."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        return self.root / "loss.svg"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+
+def create_run_dir(config: TrainConfig) -> RunDir:
+    """Make the folder and put the resolved config in it. The first of `out_dir`, `out_dir-2`, ... that holds no run."""
+    wanted = Path(config.train.out_dir)
+    for number in itertools.count(1):
+        run = RunDir(wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}"))
+        run.root.mkdir(parents=True, exist_ok=True)
+        try:
+            # "x": of two runs that start at once, one gets the name
+            with run.config.open("x", encoding="utf-8") as file:
+                file.write(dump_json(config))
+        except FileExistsError:
+            continue
+        return run
+    raise AssertionError("unreachable: there is always a next number")
+
+
+def write_report(run: RunDir) -> None:
+    """Draw the loss curve and the summary page from what the run wrote down."""
+    records = read_metrics(run.metrics)
+    run.curve.write_text(loss_curve(records) + "\n", encoding="utf-8")
+    run.report.write_text(html_report(records), encoding="utf-8")

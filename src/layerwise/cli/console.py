@@ -46,7 +46,7 @@ def step_line(record: StepRecord, total: int) -> str:
         f"eta {format_seconds(eta_s)}",
     ]
     if record.skipped:
-        parts.append(f"{record.skipped} skipped: gradients were not finite")
+        parts.append(f"{record.skipped} skipped: {record.skip_reason}")
     return " | ".join(parts)
 
 
@@ -129,4 +129,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(cell.replace("[", r"\[") for cell in row))  # brackets are text here, not markup
-    console.print(table, soft_wrap=False)
+    if console.is_terminal:
+        console.print(table, soft_wrap=False)
+        return
+    with console.capture() as drawn:
+        console.print(table, soft_wrap=False)
+    for line in drawn.get().splitlines():  # rich fills every row up to the width of its last column
+        print(line.rstrip())

@@ -2,7 +2,7 @@
 
 Dotted flags (`--section.field value`) are declared here, so that `--help` lists every setting, but they are read by
 `config.load`: it reports the problems of file and flags together, and a flag cannot mean something else than the file.
-Nothing here imports torch.
+A setting always takes a value (`--x.y {True,False}`, not `--x.no-y`), as it does in a file. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -27,45 +27,46 @@ from layerwise.config.schema import (
     ScheduleConfig,
 )
 
-_DESCRIPTION = "Training with Muon and other matrix optimizers across many ranks."
-
-# `--x.y {True,False}` rather than `--x.y / --x.no-y`: every setting takes a value, as it does in a file.
-_Valued = tyro.conf.FlagConversionOff
+_DESCRIPTION = f"layerwise {__version__}: training with Muon and other matrix optimizers across many ranks."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCommand:
     """Train a GPT on bytes of text; without any argument, on the source of Python's standard library."""
 
-    config: Annotated[str | None, tyro.conf.Positional] = None
+    config: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = None
     """TOML file with settings, or the config.json of an earlier run."""
-    nproc: int | None = None
+    nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Start this many ranks on this machine with torchrun, whose command is printed."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Check everything, print the resolved settings and where each comes from, and stop."""
-    model: Annotated[ModelConfig, _Valued] = field(default_factory=ModelConfig)
-    data: Annotated[DataConfig, _Valued] = field(default_factory=DataConfig)
-    optim: Annotated[OptimConfig, _Valued] = field(default_factory=OptimConfig)
-    schedule: Annotated[ScheduleConfig, _Valued] = field(default_factory=ScheduleConfig)
-    parallel: Annotated[ParallelConfig, _Valued] = field(default_factory=ParallelConfig)
-    train: Annotated[LoopConfig, _Valued] = field(default_factory=LoopConfig)
+    model: tyro.conf.FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
+    data: tyro.conf.FlagConversionOff[DataConfig] = field(default_factory=DataConfig)
+    optim: tyro.conf.FlagConversionOff[OptimConfig] = field(default_factory=OptimConfig)
+    schedule: tyro.conf.FlagConversionOff[ScheduleConfig] = field(default_factory=ScheduleConfig)
+    parallel: tyro.conf.FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
+    train: tyro.conf.FlagConversionOff[LoopConfig] = field(default_factory=LoopConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectCommand:
-    """Show what would happen to every param: its route and why, its matrices, their homes, its bucket, its bytes."""
+    """Show what would happen to every param: its route and why, its matrices, their homes, its bucket, its bytes.
 
-    config: Annotated[str | None, tyro.conf.Positional] = None
+    Takes every setting of `layerwise train`; listed here are those that change the answer.
+    """
+
+    config: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = None
     """TOML file with settings, or the config.json of an earlier run."""
-    world: int = 2
+    world: Annotated[int, tyro.conf.arg(metavar="N")] = 2
     """Number of ranks to plan for; none are started."""
-    explain: str | None = None
+    layout: Annotated[str | None, tyro.conf.arg(metavar="LAYOUT")] = None
+    """Short for --parallel.layout."""
+    explain: Annotated[str | None, tyro.conf.arg(metavar="FQN")] = None
     """Say which routing rules were tried for the param of this name, and which one decided."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON instead of a table."""
-    model: Annotated[ModelConfig, _Valued] = field(default_factory=ModelConfig)
-    optim: Annotated[OptimConfig, _Valued] = field(default_factory=OptimConfig)
-    parallel: Annotated[ParallelConfig, _Valued] = field(default_factory=ParallelConfig)
+    model: tyro.conf.FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
+    parallel: tyro.conf.FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     overrides, rest = split_overrides(words)
     # No argument: show what there is to choose from.
-    command: TrainCommand | InspectCommand | DoctorCommand = tyro.cli(  # type: ignore[call-overload]
+    command: TrainCommand | InspectCommand | DoctorCommand = tyro.cli(
         Command, prog="layerwise", description=_DESCRIPTION, args=rest or ["--help"]
     )
     match command:
@@ -132,9 +133,10 @@ def _train(command: TrainCommand, overrides: Sequence[Override], words: Sequence
 def _inspect(command: InspectCommand, overrides: Sequence[Override]) -> int:
     from layerwise.cli import inspect
 
+    shorthand = [] if command.layout is None else [Override("--parallel.layout", (command.layout,))]
     request = inspect.InspectRequest(
         config=command.config,
-        overrides=overrides,
+        overrides=[*overrides, *shorthand],
         world=command.world,
         explain=command.explain,
         as_json=command.json,

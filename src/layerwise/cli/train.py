@@ -74,7 +74,9 @@ def _exec_torchrun(nproc: int, argv: Sequence[str]) -> int:
     # Without it every rank would start as many threads as there are cores.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc))
     note(f"+ OMP_NUM_THREADS={threads} torchrun {shlex.join(words)}")
-    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    # torchrun itself would complain that numpy is missing, which nothing here uses
+    quiet = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:Failed to initialize NumPy:UserWarning")))
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": quiet}
     sys.stdout.flush()
     try:
         os.execvpe(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words], environment)

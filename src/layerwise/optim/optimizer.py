@@ -109,10 +109,11 @@ class Optimizer(torch.optim.Optimizer):
         if self._plain:
             self._collect_gradients()
         missing = self._engine.reducer.finish()
-        self._update.average(self._engine.groups.world * scale)
-        totals = self._stats_pass.reduce(missing, repr(self._settings()))
+        self._update.widen()
+        divisor = self._engine.groups.world * scale
+        totals = self._stats_pass.reduce(missing, repr(self._settings()), divisor)
         try:
-            self._finish(totals, scale)
+            self._finish(totals, divisor)
         finally:
             self._engine.reducer.reset()
             self._engine.communicator.reset_counters()
@@ -197,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
             if param.grad is not None:
                 self._engine.reducer.write(fqn, param.grad, sync=False)
 
-    def _finish(self, totals: Totals, scale: float) -> None:
+    def _finish(self, totals: Totals, divisor: float) -> None:
         """Decide from reduced values, act, and record."""
         if not totals.consistent:
             agree(self._engine.groups, "optimizer settings", self._settings())
@@ -211,14 +212,14 @@ class Optimizer(torch.optim.Optimizer):
             self._scaler.update(overflow=bool(totals.nonfinite))
         if not reason:
             self._step_count += 1
-            self._update.apply(self.param_groups, coefficients, self._step_count)
+            self._update.apply(self.param_groups, divisor, coefficients, self._step_count)
             self._engine.publisher.ensure_all()
         self.stats = replace(
             _stats_from(totals, coefficients),
             step=self._step_count,
             skipped=bool(reason),
             skip_reason=reason,
-            loss_scale=scale,
+            loss_scale=divisor / self._engine.groups.world,
             bytes_by_collective=dict(self._engine.communicator.sent_nbytes),
         )
         if totals.nonfinite and self._nonfinite == "raise":

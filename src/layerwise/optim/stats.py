@@ -60,9 +60,12 @@ class Totals:
     missing: Mapping[str, int]
     nonfinite: tuple[str, ...]
     consistent: bool
+    divisor: float
+    """From sums to averages."""
 
     def norm(self, *names: str) -> float:
-        return math.sqrt(sum(self.square_sums[name] for name in names))
+        """Norm of the averaged gradient over the named groups together."""
+        return math.sqrt(sum(self.square_sums[name] for name in names)) / self.divisor
 
 
 def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str]) -> dict[str, str]:
@@ -107,8 +110,12 @@ class StatsPass:
     def op(self) -> CommOp:
         return stats_op(self.numel, self._communicator.world)
 
-    def reduce(self, missing: frozenset[str], settings: str) -> Totals:
-        """One pass, one all-reduce, one read-back. `settings` describes everything that all ranks must have in common at this step."""
+    def reduce(self, missing: frozenset[str], settings: str, divisor: float) -> Totals:
+        """One pass over sums of gradients, one all-reduce, one read-back.
+
+        Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is too, on any number of ranks.
+        `settings` describes everything that all ranks must have in common at this step.
+        """
         vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
         groups, zeros, words, params = self._parts(vector)
         sums = square_sums(self._spans).to(self._device)
@@ -121,14 +128,14 @@ class StatsPass:
         params[0].copy_(torch.tensor([float(fqn in missing) for fqn in self._fqns], dtype=torch.float64))
         params[1].index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._read(vector.cpu())
+        return self._read(vector.cpu(), divisor)
 
     def _parts(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views of the vector: norm groups, zero count, (words, squares), (missing, nonfinite) per param."""
         groups, zeros, words, params = vector.split([len(self.names), 1, 2 * _NUM_WORDS, 2 * len(self._fqns)])
         return groups, zeros, words.view(2, _NUM_WORDS), params.view(2, len(self._fqns))
 
-    def _read(self, vector: Tensor) -> Totals:
+    def _read(self, vector: Tensor, divisor: float) -> Totals:
         groups, zeros, words, params = self._parts(vector)
         # All ranks sent the same word exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from reduced values.
         consistent = bool((words[1] * self._communicator.world == words[0].square()).all())
@@ -139,6 +146,7 @@ class StatsPass:
             missing={fqn: int(count) for fqn, count in zip(self._fqns, missing, strict=True) if count},
             nonfinite=tuple(fqn for fqn, count in zip(self._fqns, nonfinite, strict=True) if count),
             consistent=consistent,
+            divisor=divisor,
         )
 
 

@@ -86,37 +86,43 @@ class Update:
                 for name in state_names(kind):
                     bucket.state.setdefault(name, torch.zeros_like(bucket.master))
 
-    def average(self, divisor: float) -> None:
-        """Sums over ranks (of a scaled loss) to averages, in fp32. A sum first and then one division: the same rounding in every layout."""
+    def widen(self) -> None:
+        """Bring reduced gradients to fp32, where they are not."""
         for bucket in self._buckets:
             if bucket.work.data_ptr() != bucket.grad_shard.data_ptr():
                 bucket.work.copy_(bucket.grad_shard)
+
+    def apply(self, options: Sequence[Options], divisor: float, coefficients: Mapping[str, float], step: int) -> None:
+        """Average, clip, then update the masters of every group; `options` are the live param groups.
+
+        Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same rounding in every layout.
+        """
         if divisor != 1.0:
             torch._foreach_div_([bucket.work for bucket in self._buckets], divisor)
-
-    def apply(self, options: Sequence[Options], coefficients: Mapping[str, float], step: int) -> None:
-        """Clip, then update the masters of every group; `options` are the live param groups."""
         for name, spans in self._spans_by_norm_group.items():
             if coefficients[name] < 1.0:
                 torch._foreach_mul_(spans, coefficients[name])
         for index, group in enumerate(self._groups):
-            runs = self._group_runs(index, group.rule.kind)
-            live = options[index]
-            decay_(
-                runs.masters,
-                runs.grads,
-                lr=number(live, "lr"),
-                weight_decay=number(live, "weight_decay"),
-                mode=str(live["weight_decay_mode"]),
-            )
-            if group.rule.is_matrix_rule:
-                MATRIX[group.rule.kind].prepare_(runs, live)
-            else:
-                ELEMENTWISE[group.rule.kind].update_(runs, live, step)
+            self._elementwise(index, group, options[index], step)
         for cohorts in self._cohorts:
             self._orthogonalise(cohorts, options)
         for bucket in self._buckets:
             bucket.master_version += 1
+
+    def _elementwise(self, index: int, group: GroupPlan, live: Options, step: int) -> None:
+        """Decay and the part of the rule that needs no whole matrix."""
+        runs = self._group_runs(index, group.rule.kind)
+        decay_(
+            runs.masters,
+            runs.grads,
+            lr=number(live, "lr"),
+            weight_decay=number(live, "weight_decay"),
+            mode=str(live["weight_decay_mode"]),
+        )
+        if group.rule.is_matrix_rule:
+            MATRIX[group.rule.kind].prepare_(runs, live)
+        else:
+            ELEMENTWISE[group.rule.kind].update_(runs, live, step)
 
     def _group_runs(self, index: int, kind: str) -> Runs:
         runs = self._runs[index]

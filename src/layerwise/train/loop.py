@@ -68,6 +68,7 @@ class Meter:
     """Sum of step losses, on the device: reading it waits for the device, so that is done once per log line."""
     steps: int = 0
     skipped: int = 0
+    skip_reason: str = ""
     train_s: float = 0.0
     """Time of the steps that `log` has seen, without validation."""
     total_steps: int = 0
@@ -118,7 +119,9 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.meter.steps += 1
-        self.meter.skipped += int(self.optimizer.stats.skipped)
+        if self.optimizer.stats.skipped:
+            self.meter.skipped += 1
+            self.meter.skip_reason = self.optimizer.stats.skip_reason
 
     def log(self, step: int) -> None:
         """Average over ranks what happened since the last time and tell it."""
@@ -129,9 +132,9 @@ class Run:
             step=step,
             loss=loss,
             bpb=loss / math.log(2),
-            grad_norm=float(stats.grad_norm),
-            num_zeros=int(stats.num_zeros),
+            grad_norm=stats.grad_norm,
             skipped=meter.skipped,
+            skip_reason=meter.skip_reason,
             lr_factor=lr_factor(self.config.schedule, step - 1, self.config.train.steps),
             step_ms=1000 * lap_s / meter.steps,
             tokens_per_s=self.tokens_per_step * meter.steps / lap_s,
@@ -140,7 +143,7 @@ class Run:
         )
         meter.train_s += lap_s
         meter.total_steps += meter.steps
-        meter.steps = meter.skipped = 0
+        meter.steps, meter.skipped, meter.skip_reason = 0, 0, ""
         meter.loss_sum.zero_()
         self.tell(record)
         meter.lap_started_s = time.perf_counter()

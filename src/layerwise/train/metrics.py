@@ -61,10 +61,10 @@ class StepRecord:
     """The same in bits per byte."""
     grad_norm: float
     """Global norm before clipping, at this step."""
-    num_zeros: int
-    """Zero gradient elements, at this step."""
     skipped: int
-    """Steps since the previous record that were not taken because gradients were not finite."""
+    """Steps since the previous record that were not taken."""
+    skip_reason: str
+    """Why the last of them was not; empty if there was none."""
     lr_factor: float
     """What the schedule multiplies every learning rate with."""
     step_ms: float

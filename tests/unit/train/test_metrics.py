@@ -1,0 +1,155 @@
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from layerwise.config.load import load
+from layerwise.config.schema import LoopConfig, TrainConfig
+from layerwise.train.metrics import (
+    SCHEMA,
+    EndRecord,
+    EvalRecord,
+    MetricsFile,
+    RunRecord,
+    StepRecord,
+    read_metrics,
+    to_json,
+)
+from layerwise.train.rundir import create_run_dir, write_report
+
+
+def run_record() -> RunRecord:
+    return RunRecord(
+        layerwise="0",
+        torch="0",
+        python="3",
+        world=2,
+        device="cpu",
+        num_params=10,
+        routing="matrix 1 params, 10 elements",
+        layout="flat",
+        plan_digest="abc",
+        data_digest="def",
+        train_bytes=100,
+        val_bytes=10,
+        steps=5,
+        tokens_per_step=8,
+        config={"optim": {"lr": float("inf"), "betas": (0.9, 0.95)}},
+    )
+
+
+def step_record(step: int, loss: float = 2.0) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=loss,
+        bpb=loss / 0.6931,
+        grad_norm=1.0,
+        skipped=0,
+        skip_reason="",
+        lr_factor=1.0,
+        step_ms=10.0,
+        tokens_per_s=100.0,
+        bytes_sent=0,
+        elapsed_s=float(step),
+    )
+
+
+def eval_record(step: int, val_bpb: float = 3.0) -> EvalRecord:
+    return EvalRecord(step=step, val_loss=val_bpb * 0.6931, val_bpb=val_bpb, elapsed_s=float(step))
+
+
+def end_record(step: int) -> EndRecord:
+    return EndRecord(
+        step=step, outcome="finished", first_val_bpb=8.0, final_val_bpb=3.0, tokens=99, tokens_per_s=1.0, elapsed_s=9.0
+    )
+
+
+def test_every_record_is_one_line_of_json_with_its_kind() -> None:
+    kinds = []
+    for record in (run_record(), step_record(1), eval_record(1), end_record(1)):
+        line = to_json(record)
+        assert "\n" not in line
+        kinds.append(json.loads(line)["kind"])
+    assert kinds == ["run", "step", "eval", "end"]
+    assert json.loads(to_json(run_record()))["schema"] == SCHEMA == 1
+
+
+def test_the_fields_of_schema_1_are_pinned() -> None:
+    names = {
+        record.kind: sorted(json.loads(to_json(record))) for record in (step_record(1), eval_record(1), end_record(1))
+    }
+    assert names == {
+        "step": sorted(
+            [
+                "kind",
+                "step",
+                "loss",
+                "bpb",
+                "grad_norm",
+                "skipped",
+                "skip_reason",
+                "lr_factor",
+                "step_ms",
+                "tokens_per_s",
+                "bytes_sent",
+                "elapsed_s",
+            ]
+        ),
+        "eval": sorted(["kind", "step", "val_loss", "val_bpb", "elapsed_s"]),
+        "end": sorted(
+            ["kind", "step", "outcome", "first_val_bpb", "final_val_bpb", "tokens", "tokens_per_s", "elapsed_s"]
+        ),
+    }
+
+
+def test_numbers_that_are_not_finite_become_null() -> None:
+    assert json.loads(to_json(step_record(1, loss=float("nan"))))["loss"] is None
+    assert json.loads(to_json(run_record()))["config"] == {"optim": {"lr": None, "betas": [0.9, 0.95]}}
+
+
+def test_what_is_written_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(step_record(1))
+    assert [record["step"] for record in read_metrics(file.path)] == [1]
+    file.write(step_record(2))
+    assert [record["step"] for record in read_metrics(file.path)] == [1, 2]
+    file.close()
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(to_json(step_record(1)) + "\n" + to_json(step_record(2))[:20])
+    assert [record["step"] for record in read_metrics(path)] == [1]
+
+
+def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+
+    def fail(text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file._file, "write", fail, raising=True)
+    file.write(step_record(1))
+    file.write(step_record(2))
+    assert file.failure is not None
+    assert "no longer written" in file.failure
+    assert "No space left on device" in file.failure
+
+
+def test_no_run_overwrites_another(tmp_path: Path) -> None:
+    config = TrainConfig(train=LoopConfig(out_dir=str(tmp_path / "run")))
+    names = [create_run_dir(config).root.name for _ in range(3)]
+    assert names == ["run", "run-2", "run-3"]
+    assert load(str(tmp_path / "run-2" / "config.json")).config == config
+
+
+def test_the_report_is_written_from_the_metrics(tmp_path: Path) -> None:
+    run_dir = create_run_dir(TrainConfig(train=LoopConfig(out_dir=str(tmp_path / "run"))))
+    file = MetricsFile(run_dir.metrics)
+    for record in (run_record(), eval_record(0, 8.0), step_record(1), eval_record(1), end_record(1)):
+        file.write(record)
+    file.close()
+    write_report(run_dir)
+    assert run_dir.curve.read_text().startswith("<svg")
+    assert "3.0000 bits per byte" in run_dir.report.read_text()

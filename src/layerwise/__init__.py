@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from layerwise.optim.optimizer import Optimizer
     from layerwise.parallel.data_parallel import DataParallel
 
-__all__ = ["AdaMuon", "AdamW", "DataParallel", "Lion", "LossScale", "Muon", "NorMuon", "Optimizer", "RouteRule", "__version__"]
+__all__ = [
+    "AdaMuon",
+    "AdamW",
+    "DataParallel",
+    "Lion",
+    "LossScale",
+    "Muon",
+    "NorMuon",
+    "Optimizer",
+    "RouteRule",
+    "__version__",
+]
 
 _LAZY = {
     "DataParallel": "layerwise.parallel.data_parallel",

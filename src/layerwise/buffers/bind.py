@@ -1,4 +1,5 @@
-"""From a module to a table of params: the facts that routing needs, read off module types and sharing, as plain values."""
+"""From a module to a table of params: the facts that routing needs, read off module types and sharing, as plain
+values."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def named_trainables(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _row_blocks(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Row blocks that modules declare for their fused weights, by fqn: any module may have a method `matrix_splits() -> {local name: sizes}`."""
+    """Row blocks that modules declare for their fused weights, by fqn: any module may have a method `matrix_splits() ->
+    {local name: sizes}`."""
     found: dict[str, tuple[int, ...]] = {}
     for prefix, child in module.named_modules():
         splits = getattr(child, "matrix_splits", None)
@@ -85,7 +87,8 @@ def _vocabulary_head(module: nn.Module) -> int | None:
 
 
 def param_table(module: nn.Module) -> ParamTable:
-    """All params of a module (also on the meta device), in registration order, shared tensors once with all their names."""
+    """All params of a module (also on the meta device), in registration order, shared tensors once with all their
+    names."""
     names_by_id: dict[int, list[str]] = {}
     for fqn, param in module.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(param), []).append(fqn)
@@ -96,9 +99,15 @@ def param_table(module: nn.Module) -> ParamTable:
     for fqn, param in module.named_parameters():
         aliases = tuple(name for name in names_by_id[id(param)] if name != fqn)
         holder = modules[fqn.rpartition(".")[0]]
-        dtype = plain_dtype(param.dtype, f"param {fqn!r}") if param.requires_grad else _DTYPE_BY_TORCH.get(param.dtype, DType.FP32)
+        dtype = (
+            plain_dtype(param.dtype, f"param {fqn!r}")
+            if param.requires_grad
+            else _DTYPE_BY_TORCH.get(param.dtype, DType.FP32)
+        )
         if param.requires_grad and dtype not in _PARAM_DTYPES:
-            raise TypeError(f"param {fqn!r} has dtype {param.dtype}: expected one of fp32, bf16, fp16. Convert it with .float().")
+            raise TypeError(
+                f"param {fqn!r} has dtype {param.dtype}: expected one of fp32, bf16, fp16. Convert it with .float()."
+            )
         specs.append(
             ParamSpec(
                 fqn=fqn,

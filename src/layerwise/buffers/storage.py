@@ -22,7 +22,9 @@ class Bucket:
     shard: int
     replica: Tensor  # 1D, param dtype: what forward reads; every rank has all of it
     grad: Tensor  # 1D, grad dtype: what backward accumulates into; every rank has all of it
-    grad_shard: Tensor  # 1D, grad dtype: the reduced gradient of this rank's shard; aliases `grad` where this rank is alone
+    grad_shard: (
+        Tensor  # 1D, grad dtype: the reduced gradient of this rank's shard; aliases `grad` where this rank is alone
+    )
     work: Tensor  # 1D, fp32: averaged gradient, then update; aliases `grad_shard` where that is fp32 already
     master: Tensor  # 1D, fp32: the truth of this rank's shard; aliases `replica` for fp32 params
     spans: tuple[Span, ...]
@@ -69,7 +71,9 @@ class Storage:
         self._adopt_params()
 
     def _device_of(self, buckets: tuple[BucketPlan, ...]) -> torch.device:
-        devices = {self.params[placement.fqn].device: placement.fqn for bucket in buckets for placement in bucket.placements}
+        devices = {
+            self.params[placement.fqn].device: placement.fqn for bucket in buckets for placement in bucket.placements
+        }
         if len(devices) > 1:
             (first, one), (second, other) = list(devices.items())[:2]
             raise ValueError(
@@ -83,13 +87,24 @@ class Storage:
         numel = plan.shard_numel
         alone = self.plan.world == 1
         grad_shard = grad if alone else torch.zeros(numel, dtype=grad.dtype, device=grad.device)
-        work = grad_shard if grad_shard.dtype == torch.float32 else torch.zeros(numel, dtype=torch.float32, device=grad.device)
+        work = (
+            grad_shard
+            if grad_shard.dtype == torch.float32
+            else torch.zeros(numel, dtype=torch.float32, device=grad.device)
+        )
         if replica.dtype == torch.float32:
             master = replica[shard * numel : (shard + 1) * numel]
         else:
             master = torch.zeros(numel, dtype=torch.float32, device=grad.device)
         return Bucket(
-            plan=plan, shard=shard, replica=replica, grad=grad, grad_shard=grad_shard, work=work, master=master, spans=plan.spans(shard)
+            plan=plan,
+            shard=shard,
+            replica=replica,
+            grad=grad,
+            grad_shard=grad_shard,
+            work=work,
+            master=master,
+            spans=plan.spans(shard),
         )
 
     @torch.no_grad()
@@ -106,7 +121,8 @@ class Storage:
             bucket.refresh_master()
 
     def check_aliases(self) -> None:
-        """Raise if a param no longer reads the replica, as after `module.to()` or `param.data = ...`: updates would not reach it."""
+        """Raise if a param no longer reads the replica, as after `module.to()` or `param.data = ...`: updates would not
+        reach it."""
         for fqn, param in self.params.items():
             view = self._replica_views[fqn]
             if param.data_ptr() != view.data_ptr() or param.shape != view.shape or param.dtype != view.dtype:
@@ -119,7 +135,14 @@ class Storage:
         """Bytes this rank holds, aliases counted once."""
         seen: dict[int, int] = {}
         for bucket in self.buckets:
-            for tensor in (bucket.replica, bucket.grad, bucket.grad_shard, bucket.work, bucket.master, *bucket.state.values()):
+            for tensor in (
+                bucket.replica,
+                bucket.grad,
+                bucket.grad_shard,
+                bucket.work,
+                bucket.master,
+                *bucket.state.values(),
+            ):
                 storage = tensor.untyped_storage()
                 seen[storage.data_ptr()] = storage.nbytes()
         return sum(seen.values())

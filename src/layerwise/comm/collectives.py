@@ -71,7 +71,9 @@ class Communicator:
             work = _all_gather(full, shard, group=self.group, async_op=True)
         return Handle(_name(op), full, (shard, full), work)
 
-    def all_to_all(self, op: CommOp, send: Tensor, receive: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Handle:
+    def all_to_all(
+        self, op: CommOp, send: Tensor, receive: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> Handle:
         """`send_splits[r]` elements of `send` to each rank r, `receive_splits[r]` from it."""
         self._check(_name(op), "all_to_all", send, receive, op=op, splits=(tuple(send_splits), tuple(receive_splits)))
         self._count("all_to_all", (send.numel() - send_splits[self.rank]) * send.element_size())
@@ -79,11 +81,14 @@ class Communicator:
             receive.copy_(send)
             return Handle(_name(op), receive)
         with _scope(op):
-            work = dist.all_to_all_single(receive, send, list(receive_splits), list(send_splits), group=self.group, async_op=True)
+            work = dist.all_to_all_single(
+                receive, send, list(receive_splits), list(send_splits), group=self.group, async_op=True
+            )
         return Handle(_name(op), receive, (send, receive), work)
 
     def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
-        """Rank `source`'s tensor to all, in place and at once. Used at construction only, so it is in no step's schedule."""
+        """Rank `source`'s tensor to all, in place and at once. Used at construction only, so it is in no step's
+        schedule."""
         name = f"broadcast of {label}"
         self._check(name, "broadcast", tensor, root=source)
         if self.group is not None and self.world > 1:
@@ -104,8 +109,11 @@ class Communicator:
         splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
         root: int | None = None,
     ) -> None:
-        """Compare the call with its schedule entry and, where a contract is kept, with what the other ranks are about to do."""
-        problem = self._memory_problem(tensor, other) or (self._schedule_problem(op, kind, tensor, other, splits) if op else None)
+        """Compare the call with its schedule entry and, where a contract is kept, with what the other ranks are about
+        to do."""
+        problem = self._memory_problem(tensor, other) or (
+            self._schedule_problem(op, kind, tensor, other, splits) if op else None
+        )
         if self.contract is not None:
             self.contract.check(
                 Fingerprint(
@@ -132,7 +140,12 @@ class Communicator:
         return None
 
     def _schedule_problem(
-        self, op: CommOp, kind: str, tensor: Tensor, other: Tensor | None, splits: tuple[tuple[int, ...], tuple[int, ...]] | None
+        self,
+        op: CommOp,
+        kind: str,
+        tensor: Tensor,
+        other: Tensor | None,
+        splits: tuple[tuple[int, ...], tuple[int, ...]] | None,
     ) -> str | None:
         if op.kind != kind:
             return f"the schedule has a {op.kind} here, the call is a {kind}."
@@ -141,9 +154,17 @@ class Communicator:
         expected = op.sent[self.rank] if kind == "all_to_all" else op.numel
         if tensor.numel() != expected:
             return f"the schedule has {expected} elements, the tensor {tensor.numel()}."
-        if kind in ("reduce_scatter", "all_gather") and other is not None and other.numel() * self.world != tensor.numel():
+        if (
+            kind in ("reduce_scatter", "all_gather")
+            and other is not None
+            and other.numel() * self.world != tensor.numel()
+        ):
             return f"a shard of {other.numel()} elements times {self.world} ranks is not {tensor.numel()}."
-        if splits is not None and other is not None and (sum(splits[0]) != tensor.numel() or sum(splits[1]) != other.numel()):
+        if (
+            splits is not None
+            and other is not None
+            and (sum(splits[0]) != tensor.numel() or sum(splits[1]) != other.numel())
+        ):
             return f"splits {sum(splits[0])} and {sum(splits[1])} do not match tensors of {tensor.numel()} and {other.numel()} elements."
         return None
 
@@ -154,4 +175,3 @@ def _name(op: CommOp) -> str:
 
 def _scope(op: CommOp) -> AbstractContextManager[object]:
     return record_function(f"layerwise::{_name(op)}")
-

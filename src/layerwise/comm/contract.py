@@ -1,7 +1,7 @@
 """The collective contract: before data moves, all ranks agree on what is about to happen, or all of them raise.
 
-Costs one small exchange per collective, so it is a debugging mode. gloo and NCCL notice few of these mistakes themselves: a wrong dtype, a swapped
-order or another reduction come out as wrong numbers or as a hang.
+Costs one small exchange per collective, so it is a debugging mode. gloo and NCCL notice few of these mistakes
+themselves: a wrong dtype, a swapped order or another reduction come out as wrong numbers or as a hang.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Contract:
         dist.all_gather_object(gathered, {**asdict(mine), "sequence": self.sequence}, group=self.control)
         complaint = self._complaint(gathered)
         if complaint is not None:
-            raise ContractError(f"collective {self.sequence} ({mine.label}) was stopped on all ranks before any data moved: {complaint}")
+            raise ContractError(
+                f"collective {self.sequence} ({mine.label}) was stopped on all ranks before any data moved: {complaint}"
+            )
 
     @staticmethod
     def _complaint(gathered: list[dict[str, object]]) -> str | None:
@@ -59,7 +61,10 @@ class Contract:
             for rank, entry in enumerate(gathered):
                 ranks_by_value[entry[field]].append(rank)
             if len(ranks_by_value) > 1:
-                views = "; ".join(f"{value!r} on rank{'s' if len(ranks) > 1 else ''} {_join(ranks)}" for value, ranks in ranks_by_value.items())
+                views = "; ".join(
+                    f"{value!r} on rank{'s' if len(ranks) > 1 else ''} {_join(ranks)}"
+                    for value, ranks in ranks_by_value.items()
+                )
                 return f"{field} differs: {views}. All ranks must issue the same collectives in the same order."
         return _split_complaint(gathered)
 

@@ -1,4 +1,5 @@
-"""The engine: one plan, its memory and its communication, shared by the module wrapper that feeds it gradients and the optimizer that steps it."""
+"""The engine: one plan, its memory and its communication, shared by the module wrapper that feeds it gradients and the
+optimizer that steps it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Engine:
             raise ValueError(f"bucket_mib must be positive, got {bucket_mib!r}. Leave it out for the default.")
         table = param_table(module)
         if not any(param.trainable for param in table):
-            raise ValueError(f"{type(module).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first.")
+            raise ValueError(
+                f"{type(module).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
+            )
         self.module = module
         self.groups = groups
         self.plan = make_plan(

@@ -1,4 +1,5 @@
-"""Phases 4 and 6, exchange and return: pieces of updates travel from the shards that hold them to the homes of their matrices, and back."""
+"""Phases 4 and 6, exchange and return: pieces of updates travel from the shards that hold them to the homes of their
+matrices, and back."""
 
 from __future__ import annotations
 
@@ -61,13 +62,21 @@ class Cohort:
         self._work_plan = work
         self._storage = storage
         self._span_offset = {
-            (bucket.plan.index, span.fqn): (span.start, span.shard_offset) for bucket in storage.buckets for span in bucket.spans
+            (bucket.plan.index, span.fqn): (span.start, span.shard_offset)
+            for bucket in storage.buckets
+            for span in bucket.spans
         }
-        self._table = exchange_for(work, {bucket.plan.index: bucket.plan for bucket in storage.buckets}, number, communicator.rank)
+        self._table = exchange_for(
+            work, {bucket.plan.index: bucket.plan for bucket in storage.buckets}, number, communicator.rank
+        )
         self.dtype = torch_dtype(self._there.dtype)
         self.batches = _batches(work, self._table, group_of)
-        self._place = {item: (index, slot) for index, batch in enumerate(self.batches) for slot, item in enumerate(batch.items)}
-        self.owned = [region for piece in (*self._table.stays, *self._table.sends) for region in self._owned_regions(piece)]
+        self._place = {
+            item: (index, slot) for index, batch in enumerate(self.batches) for slot, item in enumerate(batch.items)
+        }
+        self.owned = [
+            region for piece in (*self._table.stays, *self._table.sends) for region in self._owned_regions(piece)
+        ]
         self._device = storage.buckets[0].work.device
 
     def send(self) -> Handle:
@@ -80,7 +89,10 @@ class Cohort:
 
     def unpack(self, received: Tensor) -> list[Tensor]:
         """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
-        tensors = [torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device) for batch in self.batches]
+        tensors = [
+            torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
+            for batch in self.batches
+        ]
         for piece in self._table.stays:
             for target, source in zip(self._home_views(piece, tensors), self._owner_views(piece), strict=True):
                 target.copy_(source)
@@ -162,6 +174,12 @@ def _batches(work: WorkPlan, table: Exchange, group_of: Mapping[str, int]) -> tu
         matrix = work.items[item].matrix
         members.setdefault((group_of[matrix.fqn], matrix.rows, matrix.cols), []).append(item)
     return tuple(
-        Batch(group=group, rows=rows, cols=cols, items=tuple(items), labels=tuple(work.items[item].matrix.label for item in items))
+        Batch(
+            group=group,
+            rows=rows,
+            cols=cols,
+            items=tuple(items),
+            labels=tuple(work.items[item].matrix.label for item in items),
+        )
         for (group, rows, cols), items in members.items()
     )

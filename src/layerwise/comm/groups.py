@@ -47,7 +47,8 @@ def all_ranks() -> Groups:
 
 
 def agree(groups: Groups, what: str, facts: Mapping[str, object]) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks have the same facts. Equal ranks exchange 32 bytes and no more."""
+    """Raise on every rank, naming the first difference, unless all ranks have the same facts. Equal ranks exchange 32
+    bytes and no more."""
     if groups.control is None or groups.world == 1:
         return
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":"), default=repr).encode()).digest()

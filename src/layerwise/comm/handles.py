@@ -18,16 +18,20 @@ class Work(Protocol):
 class Handle:
     """A collective in flight."""
 
-    def __init__(self, label: str, result: Tensor, keep_alive: tuple[Tensor, ...] = (), work: Work | None = None) -> None:
+    def __init__(
+        self, label: str, result: Tensor, keep_alive: tuple[Tensor, ...] = (), work: Work | None = None
+    ) -> None:
         self.label = label
         self._result = result
-        # An asynchronous collective reads its source until it is done: dropping the last reference would hand the memory to somebody else.
+        # An asynchronous collective reads its source until it is done: dropping the last reference would hand the
+        # memory to somebody else.
         self._keep_alive = keep_alive
         self._work = work
         self._done = False
 
     def wait(self) -> Tensor:
-        """The result, once it is there. A second wait is an error: it means that two places think they own the result."""
+        """The result, once it is there. A second wait is an error: it means that two places think they own the
+        result."""
         if self._done:
             raise StateError(f"{self.label} was waited for already: a handle gives its result once.")
         if self._work is not None:

@@ -1,4 +1,5 @@
-"""Starting and stopping as one of several ranks: what a training script needs of torch.distributed besides DataParallel."""
+"""Starting and stopping as one of several ranks: what a training script needs of torch.distributed besides
+DataParallel."""
 
 from __future__ import annotations
 
@@ -61,14 +62,17 @@ def mean(value: float, ranks: Ranks) -> float:
 
 
 def same_on_all(text: str, what: str, ranks: Ranks) -> None:
-    """Raise on every rank, showing the first line that differs, if ranks hold different texts (a resolved config, say)."""
+    """Raise on every rank, showing the first line that differs, if ranks hold different texts (a resolved config,
+    say)."""
     if ranks.world == 1:
         return
     gathered: list[str] = [""] * ranks.world
     dist.all_gather_object(gathered, text)
     for rank, theirs in enumerate(gathered):
         if theirs != gathered[0]:
-            changed = [line for line in difflib.ndiff(gathered[0].splitlines(), theirs.splitlines()) if line[:1] in "+-"]
+            changed = [
+                line for line in difflib.ndiff(gathered[0].splitlines(), theirs.splitlines()) if line[:1] in "+-"
+            ]
             raise PlanMismatchError(
                 f"ranks 0 and {rank} were started with different {what}: {' | '.join(line.strip() for line in changed[:4])}. "
                 "Start all ranks with the same settings."

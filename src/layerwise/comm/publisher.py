@@ -19,7 +19,8 @@ class Publisher:
         self._storage = storage
         self._communicator = communicator
         self._ops = [
-            publish_op(bucket.plan, storage.plan.buffers[bucket.plan.buffer].key.dtype, communicator.world) for bucket in storage.buckets
+            publish_op(bucket.plan, storage.plan.buffers[bucket.plan.buffer].key.dtype, communicator.world)
+            for bucket in storage.buckets
         ]
 
     @torch.no_grad()

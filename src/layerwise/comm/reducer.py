@@ -1,7 +1,7 @@
 """Phase 1, reduce: gradients fill buckets, and full buckets are reduced while backward goes on.
 
-Buckets are launched strictly in plan order. A bucket that is full early waits for its predecessors, so the sequence of collectives is the same on
-every rank even when ranks produce gradients in different orders, or some of them not at all.
+Buckets are launched strictly in plan order. A bucket that is full early waits for its predecessors, so the sequence of
+collectives is the same on every rank even when ranks produce gradients in different orders, or some of them not at all.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ class GradReducer:
         self._storage = storage
         self._communicator = communicator
         self._overlap = overlap
-        self._ops = [
-            reduce_op(bucket.plan, storage.plan.grad_dtype, communicator.world) for bucket in storage.buckets
-        ]
+        self._ops = [reduce_op(bucket.plan, storage.plan.grad_dtype, communicator.world) for bucket in storage.buckets]
         self._bucket_of = storage.plan.bucket_of
         self._written: set[str] = set()
         self._arrivals: dict[str, int] = {}
-        # How often each param's gradient arrives in one synchronised backward: learned from the first, because reentrant activation checkpointing
-        # delivers a shared param's gradient in several parts. Until then nothing is launched early.
+        # How often each param's gradient arrives in one synchronised backward: learned from the first, because
+        # reentrant activation checkpointing delivers a shared param's gradient in several parts. Until then nothing is
+        # launched early.
         self._expected: dict[str, int] | None = None
         self._progress = [_Progress() for _ in storage.buckets]
         self._next = 0
@@ -56,7 +55,8 @@ class GradReducer:
 
     @torch.no_grad()
     def write(self, fqn: str, grad: Tensor, *, sync: bool) -> None:
-        """Add a gradient. With `sync` it belongs to the last microbatch, so its bucket may be reduced once all of its gradients are in."""
+        """Add a gradient. With `sync` it belongs to the last microbatch, so its bucket may be reduced once all of its
+        gradients are in."""
         index = self._bucket_of[fqn]
         progress = self._progress[index]
         if progress.phase is not BucketPhase.FILLING:
@@ -74,7 +74,8 @@ class GradReducer:
                 self._launch_ready()
 
     def _reopen(self, index: int) -> None:
-        """A gradient came after its bucket was reduced (a second backward without `no_sync`): drop the result, the sum is taken again in `finish`."""
+        """A gradient came after its bucket was reduced (a second backward without `no_sync`): drop the result, the sum
+        is taken again in `finish`."""
         progress = self._progress[index]
         if progress.handle is not None:
             progress.handle.wait()
@@ -101,7 +102,8 @@ class GradReducer:
 
     def _start(self, bucket: Bucket, op: CommOp) -> Handle:
         if bucket.plan.reducer == "all_reduce":
-            # The local sum must survive for a second backward, so the reduced copy has memory of its own wherever there are other ranks.
+            # The local sum must survive for a second backward, so the reduced copy has memory of its own wherever there
+            # are other ranks.
             if bucket.grad_shard.data_ptr() != bucket.grad.data_ptr():
                 bucket.grad_shard.copy_(bucket.grad)
             return self._communicator.all_reduce(op, bucket.grad_shard)
@@ -122,7 +124,8 @@ class GradReducer:
         return frozenset(self._bucket_of).difference(self._written)
 
     def reset(self) -> None:
-        """Forget all gradients, draining what is in flight. Costs no pass over memory: the first write of a gradient replaces what was there."""
+        """Forget all gradients, draining what is in flight. Costs no pass over memory: the first write of a gradient
+        replaces what was there."""
         for progress, bucket in zip(self._progress, self._storage.buckets, strict=True):
             if progress.handle is not None:
                 progress.handle.wait()

@@ -1,7 +1,7 @@
 """Element-wise parts of the update rules, over lists of flat fp32 tensors.
 
-Each list entry is a run of elements with equal options; foreach kernels walk all runs in one launch. Every function is element-wise, so the result for
-an element does not depend on how the params were cut into shards and runs.
+Each list entry is a run of elements with equal options; foreach kernels walk all runs in one launch. Every function is
+element-wise, so the result for an element does not depend on how the params were cut into shards and runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Tensors = Sequence[Tensor]
+Tensors = list[Tensor]
 
 
 def decay_(masters: Tensors, grads: Tensors, *, lr: float, weight_decay: float, mode: str) -> None:
@@ -31,7 +31,8 @@ def decay_(masters: Tensors, grads: Tensors, *, lr: float, weight_decay: float, 
 
 
 def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bool) -> None:
-    """`M = mu*M + (1-mu)*G`; leaves in `grads` what is to be orthogonalised: `(1-mu)*G + mu*M` with nesterov, else M."""
+    """`M = mu*M + (1-mu)*G`; leaves in `grads` what is to be orthogonalised: `(1-mu)*G + mu*M` with nesterov, else
+    M."""
     if not grads:
         return
     torch._foreach_mul_(momenta, momentum)

@@ -1,7 +1,7 @@
 """Second moments of the orthogonalised update: NorMuon (per row) and AdaMuon (per element).
 
-They act on whole matrices, so they run at a matrix's home, after Newton-Schulz. Both end by giving the update the Frobenius norm of an exact polar
-factor, sqrt(min(rows, cols)), so that `scale` means the same for every matrix rule.
+They act on whole matrices, so they run at a matrix's home, after Newton-Schulz. Both end by giving the update the
+Frobenius norm of an exact polar factor, sqrt(min(rows, cols)), so that `scale` means the same for every matrix rule.
 """
 
 # B: matrices of one shape, M: rows, N: columns
@@ -16,7 +16,8 @@ from torch import Tensor
 
 def _with_polar_norm(update_BMN: Tensor) -> Tensor:
     rows, cols = update_BMN.shape[-2:]
-    # One matrix at a time: a reduction over a batch may split its sums by batch size, and a matrix's update must not depend on its neighbours.
+    # One matrix at a time: a reduction over a batch may split its sums by batch size, and a matrix's update must not
+    # depend on its neighbours.
     norms_B = torch.stack([torch.linalg.vector_norm(matrix) for matrix in update_BMN])
     factors_B = math.sqrt(min(rows, cols)) / norms_B.clamp_min(torch.finfo(torch.float32).tiny)
     return update_BMN * factors_B[:, None, None]

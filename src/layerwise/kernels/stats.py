@@ -14,8 +14,9 @@ _CHUNK = 1 << 20
 def square_sums(spans: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each span, in fp64.
 
-    Products of two fp32 numbers are exact in fp64 and their sum carries 29 spare bits, so the cut into spans and ranks changes the total by about
-    1e-16 relative (not at all where the sum is exact), far below the fp32 resolution of the clip coefficient. inf and NaN stay visible.
+    Products of two fp32 numbers are exact in fp64 and their sum carries 29 spare bits, so the cut into spans and ranks
+    changes the total by about 1e-16 relative (not at all where the sum is exact), far below the fp32 resolution of the
+    clip coefficient. inf and NaN stay visible.
     """
     if not spans:
         return torch.zeros(0, dtype=torch.float64)
@@ -23,7 +24,7 @@ def square_sums(spans: Sequence[Tensor]) -> Tensor:
     for span in spans:
         flat = span.reshape(-1)
         total = torch.zeros((), dtype=torch.float64, device=span.device)
-        for chunk in flat.split(_CHUNK):
+        for chunk in torch.split(flat, _CHUNK):
             wide = chunk.double()
             total = total + torch.dot(wide, wide)
         sums.append(total)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def newton_schulz_cost(rows: int, cols: int) -> int:
-    """Relative cost: long * short^2. Every product of the iteration is a multiple of it, so steps and coefficients cancel out."""
+    """Relative cost: long * short^2. Every product of the iteration is a multiple of it, so steps and coefficients
+    cancel out."""
     short, long = min(rows, cols), max(rows, cols)
     return long * short * short
 
@@ -12,8 +13,8 @@ def newton_schulz_cost(rows: int, cols: int) -> int:
 def newton_schulz_flops(rows: int, cols: int, steps: int, *, gram: bool) -> int:
     """FLOPs of the whole orthogonalisation in the plain (unsymmetric) form, two per multiply-add.
 
-    standard: per step X X^T and B X (2 n^2 m each) and A^2 (2 n^3). gram: the Gram matrix and the final product twice (one restart), and four
-    n x n products per step.
+    standard: per step X X^T and B X (2 n^2 m each) and A^2 (2 n^3). gram: the Gram matrix and the final product twice
+    (one restart), and four n x n products per step.
     """
     short, long = min(rows, cols), max(rows, cols)
     square, oblong = 2 * short**3, 2 * short * short * long

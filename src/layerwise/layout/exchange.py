@@ -1,7 +1,7 @@
 """Exchange tables: which regions of which matrices each rank sends to which home, for one cohort.
 
-Derived from the storage plan and the work plan and from nothing else. The way back is the same table read the other way round, so it cannot disagree
-with the way there.
+Derived from the storage plan and the work plan and from nothing else. The way back is the same table read the other way
+round, so it cannot disagree with the way there.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def _splits(numel_by_peer: Sequence[tuple[int, int]], world: int) -> tuple[int, 
 
 
 def sent_numel(work: WorkPlan, buckets: Mapping[int, BucketPlan]) -> list[tuple[list[int], list[int]]]:
-    """Per cohort: elements each rank sends to homes, and elements each home sends back. For all ranks at once, without building their tables."""
+    """Per cohort: elements each rank sends to homes, and elements each home sends back. For all ranks at once, without
+    building their tables."""
     totals = [([0] * work.world, [0] * work.world) for _ in range(work.num_cohorts)]
     for item in work.items:
         if item.home == EVERY_RANK:

@@ -34,7 +34,9 @@ class Plan:
     @cached_property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """All buckets in the order in which they are reduced."""
-        return tuple(sorted((bucket for buffer in self.buffers for bucket in buffer.buckets), key=lambda bucket: bucket.index))
+        return tuple(
+            sorted((bucket for buffer in self.buffers for bucket in buffer.buckets), key=lambda bucket: bucket.index)
+        )
 
     @cached_property
     def bucket_of(self) -> Mapping[str, int]:
@@ -45,9 +47,7 @@ class Plan:
         """Where the param of that name (or alias) goes, and why."""
         return self.routes[self.table.find(name).fqn]
 
-    def schedule(
-        self, *, stats_numel: int, wire_dtypes: Mapping[tuple[str, int], DType] | None = None
-    ) -> CommSchedule:
+    def schedule(self, *, stats_numel: int, wire_dtypes: Mapping[tuple[str, int], DType] | None = None) -> CommSchedule:
         """The collectives of one step; every cohort travels in bf16 unless `wire_dtypes` says otherwise."""
         chosen = {(work.domain, cohort): DType.BF16 for work in self.works for cohort in range(work.num_cohorts)}
         return build_schedule(
@@ -138,7 +138,9 @@ def resolve_layout(layout: str) -> Layout:
         if layout == known:
             return known
     if layout in ("padded", "compact"):
-        raise NotImplementedError(f"layout {layout!r} is not built yet. Use 'flat', which needs no padding and reduces by scatter.")
+        raise NotImplementedError(
+            f"layout {layout!r} is not built yet. Use 'flat', which needs no padding and reduces by scatter."
+        )
     raise ValueError(f"layout {layout!r} is unknown." + did_you_mean(layout, ("auto", *LAYOUTS)))
 
 
@@ -170,7 +172,9 @@ def make_plan(
     works = tuple(
         work
         for domain in domains
-        if (work := plan_work(buffers, routes, domain=domain, world=world_by_domain[domain], cohort_numel=cohort_numel)).items
+        if (
+            work := plan_work(buffers, routes, domain=domain, world=world_by_domain[domain], cohort_numel=cohort_numel)
+        ).items
     )
     return Plan(
         table=table, routes=routes, world=world, layout=resolved, grad_dtype=grad_dtype, buffers=buffers, works=works

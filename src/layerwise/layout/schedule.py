@@ -20,7 +20,8 @@ Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather", "broa
 
 
 def wire_nbytes(kind: Kind, nbytes: int, world: int) -> int:
-    """Bytes one rank sends for a collective over `nbytes` in total, by the bandwidth-optimal algorithm; all-to-all counts its own splits instead."""
+    """Bytes one rank sends for a collective over `nbytes` in total, by the bandwidth-optimal algorithm; all-to-all
+    counts its own splits instead."""
     share = nbytes * (world - 1) // world
     match kind:
         case "reduce_scatter" | "all_gather":
@@ -79,7 +80,11 @@ def reduce_op(bucket: BucketPlan, grad_dtype: DType, world: int) -> CommOp:
 
 def publish_op(bucket: BucketPlan, dtype: DType, world: int) -> CommOp | None:
     """The collective that brings a bucket's replicas up to date; None where every rank updates its own."""
-    return CommOp("publish", "all_gather", bucket.label, dtype, bucket.numel, world) if bucket.publisher == "all_gather" else None
+    return (
+        CommOp("publish", "all_gather", bucket.label, dtype, bucket.numel, world)
+        if bucket.publisher == "all_gather"
+        else None
+    )
 
 
 def stats_op(numel: int, world: int) -> CommOp:
@@ -106,7 +111,9 @@ def build_schedule(
     wire_dtypes: Mapping[tuple[str, int], DType],
 ) -> CommSchedule:
     """The schedule of a step. `wire_dtypes` says how each (domain, cohort) travels."""
-    pairs = sorted(((bucket, buffer.key) for buffer in buffers for bucket in buffer.buckets), key=lambda pair: pair[0].index)
+    pairs = sorted(
+        ((bucket, buffer.key) for buffer in buffers for bucket in buffer.buckets), key=lambda pair: pair[0].index
+    )
     bucket_by_index = {bucket.index: bucket for bucket, _ in pairs}
     ops = [reduce_op(bucket, grad_dtype, world) for bucket, _ in pairs]
     ops.append(stats_op(stats_numel, world))
@@ -115,7 +122,9 @@ def build_schedule(
         for phase, cohort in pipelined(work.num_cohorts):
             sent = totals[cohort][0 if phase == "exchange" else 1]
             dtype = wire_dtypes[work.domain, cohort]
-            ops.append(CommOp(phase, "all_to_all", f"{work.domain} cohort {cohort}", dtype, sum(sent), work.world, tuple(sent)))
+            ops.append(
+                CommOp(phase, "all_to_all", f"{work.domain} cohort {cohort}", dtype, sum(sent), work.world, tuple(sent))
+            )
     published = (publish_op(bucket, key.dtype, world) for bucket, key in pairs)
     ops.extend(op for op in published if op is not None)
     return CommSchedule(tuple(ops))

@@ -1,7 +1,8 @@
 """The storage plan: buffers cut into buckets, buckets into equal shards, shards into spans of params.
 
-Params lie in backward order (reverse registration), each on a 64-element border, so that a bucket fills while backward runs and its reduction can
-start early. In `flat` a shard border may fall anywhere inside a param: nothing is padded but the end of each bucket.
+Params lie in backward order (reverse registration), each on a 64-element border, so that a bucket fills while backward
+runs and its reduction can start early. In `flat` a shard border may fall anywhere inside a param: nothing is padded but
+the end of each bucket.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from layerwise.routing.rules import Family, Route
 from layerwise.routing.spec import ParamSpec, ParamTable
 
 PARAM_ALIGNMENT = 64
-"""Elements. 64 bf16 elements are 128 bytes: one GPU cache line, and what vectorised and quantising kernels ask of a start."""
+"""Elements. 64 bf16 elements are 128 bytes: one GPU cache line, and what vectorised and quantising kernels ask of a
+start."""
 
 BUCKET_ALIGNMENT = 128
-"""A bucket's length is a multiple of lcm(shards, 128), so that shards are equal and start on whole cache lines for the usual counts."""
+"""A bucket's length is a multiple of lcm(shards, 128), so that shards are equal and start on whole cache lines for the
+usual counts."""
 
 Layout = Literal["flat", "replicated"]
 LAYOUTS: tuple[Layout, ...] = ("flat", "replicated")
@@ -53,7 +56,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A param's interval inside one shard: elements [start, stop) of the flattened param, at `shard_offset` of the shard."""
+    """A param's interval inside one shard: elements [start, stop) of the flattened param, at `shard_offset` of the
+    shard."""
 
     fqn: str
     start: int
@@ -67,7 +71,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """A slice of a buffer that is communicated together. Its collectives come from its own fields, never from a global flag."""
+    """A slice of a buffer that is communicated together. Its collectives come from its own fields, never from a global
+    flag."""
 
     index: int
     """Position in the order in which all buckets of the model are reduced."""
@@ -109,7 +114,9 @@ class BucketPlan:
         """The shards that hold any of elements [start, stop) of a param."""
         if start >= stop:
             return range(0)
-        return range((placement.offset + start) // self.shard_numel, (placement.offset + stop - 1) // self.shard_numel + 1)
+        return range(
+            (placement.offset + start) // self.shard_numel, (placement.offset + stop - 1) // self.shard_numel + 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +139,8 @@ class BufferPlan:
 
 
 def default_bucket_numel(world: int) -> int:
-    """Megatron's rule: 40 M elements, or 1 M for every rank where there are more than 40, so that messages stay large."""
+    """Megatron's rule: 40 M elements, or 1 M for every rank where there are more than 40, so that messages stay
+    large."""
     return max(40_000_000, 1_000_000 * world)
 
 
@@ -150,7 +158,8 @@ def _cut(params: Iterable[ParamSpec], bucket_numel: int, num_shards: int) -> lis
             current, cursor = [], 0
 
     for param in params:
-        # A weight tied across pipeline stages sits alone, so that its shard borders are the same on both stages whatever lies around it.
+        # A weight tied across pipeline stages sits alone, so that its shard borders are the same on both stages
+        # whatever lies around it.
         if param.tied_across_stages:
             close()
         offset = ceil_to(cursor, PARAM_ALIGNMENT)
@@ -187,7 +196,8 @@ def plan_storage(
 
 
 def _number_buckets(
-    cut_by_key: Mapping[BufferKey, tuple[int, Sequence[tuple[tuple[Placement, ...], int]]]], backward_position: Mapping[str, int]
+    cut_by_key: Mapping[BufferKey, tuple[int, Sequence[tuple[tuple[Placement, ...], int]]]],
+    backward_position: Mapping[str, int],
 ) -> tuple[BufferPlan, ...]:
     """Number all buckets by when their last gradient is due: the one order in which every rank reduces them."""
     due = [

@@ -1,7 +1,8 @@
 """The work plan: which rank orthogonalises each logical matrix, and which matrices travel together.
 
-Homes come from LPT over all matrices of a domain at once: the dearest first, each to the least loaded rank. Matrices of one shape are then dealt
-again among the homes that LPT chose for that shape, so that as many elements as possible are already where they are needed; loads stay as they were.
+Homes come from LPT over all matrices of a domain at once: the dearest first, each to the least loaded rank. Matrices of
+one shape are then dealt again among the homes that LPT chose for that shape, so that as many elements as possible are
+already where they are needed; loads stay as they were.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ EVERY_RANK = -1
 """Home of a matrix that every rank holds whole: each orthogonalises its own copy and nothing moves."""
 
 DEFAULT_COHORT_NUMEL = 32 * 1024 * 1024
-"""Elements that each rank has in flight per cohort, on average. 64 MiB in bf16: well past where links reach their bandwidth."""
+"""Elements that each rank has in flight per cohort, on average. 64 MiB in bf16: well past where links reach their
+bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ def _longest_first(candidates: Sequence[_Candidate], world: int) -> tuple[dict[t
 
 
 def _nearest_of_equals(candidates: Sequence[_Candidate], home_by_key: dict[tuple[str, int], int]) -> None:
-    """Among matrices of one shape, swap homes so that most elements stay where they are. Greedy, largest saving first."""
+    """Among matrices of one shape, swap homes so that most elements stay where they are. Greedy, largest saving
+    first."""
     by_shape: dict[tuple[int, int], list[_Candidate]] = defaultdict(list)
     for candidate in candidates:
         by_shape[candidate.matrix.rows, candidate.matrix.cols].append(candidate)
@@ -103,7 +106,9 @@ def _nearest_of_equals(candidates: Sequence[_Candidate], home_by_key: dict[tuple
         wishes = [
             (-numel, candidate.key, rank)
             for candidate in equals
-            for rank, numel in holders(candidate.matrix, candidate.bucket, candidate.bucket.placements[candidate.placement]).items()
+            for rank, numel in holders(
+                candidate.matrix, candidate.bucket, candidate.bucket.placements[candidate.placement]
+            ).items()
             if rank in free
         ]
         placed: dict[tuple[str, int], int] = {}
@@ -128,11 +133,19 @@ def _cohorts(candidates: Sequence[_Candidate], world: int, cohort_numel: int) ->
 
 
 def plan_work(
-    buffers: Sequence[BufferPlan], routes: Mapping[str, Route], *, domain: str, world: int, cohort_numel: int = DEFAULT_COHORT_NUMEL
+    buffers: Sequence[BufferPlan],
+    routes: Mapping[str, Route],
+    *,
+    domain: str,
+    world: int,
+    cohort_numel: int = DEFAULT_COHORT_NUMEL,
 ) -> WorkPlan:
     """Homes and cohorts of every matrix of a domain."""
     buckets = [
-        bucket for buffer in buffers if buffer.key.domain == domain and buffer.key.family == "matrix" for bucket in buffer.buckets
+        bucket
+        for buffer in buffers
+        if buffer.key.domain == domain and buffer.key.family == "matrix"
+        for bucket in buffer.buckets
     ]
     candidates = [
         _Candidate(matrix, bucket, position, newton_schulz_cost(matrix.rows, matrix.cols))

@@ -1,4 +1,5 @@
-"""What each rule does with tensors: its state, its element-wise part on shards, and for matrix rules what happens to a whole matrix at its home."""
+"""What each rule does with tensors: its state, its element-wise part on shards, and for matrix rules what happens to a
+whole matrix at its home."""
 
 from __future__ import annotations
 
@@ -24,15 +25,16 @@ Options = Mapping[str, object]
 class Runs:
     """Stretches of this rank's shards with equal options: flat fp32 tensors, one entry per run in each list."""
 
-    masters: Sequence[Tensor]
-    grads: Sequence[Tensor]  # averaged and clipped; may be overwritten
-    states: Mapping[str, Sequence[Tensor]]
+    masters: list[Tensor]
+    grads: list[Tensor]  # averaged and clipped; may be overwritten
+    states: Mapping[str, list[Tensor]]
 
 
 class ElementwiseAlgorithm(Protocol):
     """A rule that needs no more than an element and its state."""
 
-    state_names: tuple[str, ...]
+    @property
+    def state_names(self) -> tuple[str, ...]: ...
 
     def update_(self, runs: Runs, options: Options, step: int) -> None: ...
 
@@ -68,7 +70,10 @@ class _Muon:
     def prepare_(self, runs: Runs, options: Options) -> None:
         """Leave in `grads` what is to be orthogonalised."""
         momentum_(
-            runs.grads, runs.states["momentum"], momentum=number(options, "momentum"), nesterov=bool(options["nesterov"])
+            runs.grads,
+            runs.states["momentum"],
+            momentum=number(options, "momentum"),
+            nesterov=bool(options["nesterov"]),
         )
 
     def home_state(self, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
@@ -76,7 +81,8 @@ class _Muon:
         return {}
 
     def direction(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
-        """The orthogonalised update, in the dtype it travels in. Rounding to that dtype comes first in every layout, also where nothing travels."""
+        """The orthogonalised update, in the dtype it travels in. Rounding to that dtype comes first in every layout,
+        also where nothing travels."""
         wire = wire_dtype(options)
         return self._at_home(update_BMN.to(wire), options, state).to(wire)
 
@@ -95,7 +101,9 @@ class _NorMuon(_Muon):
 
     def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
         direction_BMN = super()._at_home(update_BMN, options, state)
-        return normalise_rows(direction_BMN, state["row_moment"], beta2=number(options, "beta2"), eps=number(options, "eps"))
+        return normalise_rows(
+            direction_BMN, state["row_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
+        )
 
 
 class _AdaMuon(_Muon):
@@ -104,7 +112,9 @@ class _AdaMuon(_Muon):
 
     def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
         direction_BMN = super()._at_home(update_BMN.sign(), options, state)
-        return normalise_elements(direction_BMN, state["second_moment"], beta2=number(options, "beta2"), eps=number(options, "eps"))
+        return normalise_elements(
+            direction_BMN, state["second_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
+        )
 
 
 MatrixAlgorithm = _Muon
@@ -129,8 +139,10 @@ def number(options: Options, name: str) -> float:
 
 
 def _betas(options: Options) -> tuple[float, float]:
-    first, second = options["betas"]  # type: ignore[misc]
-    return float(first), float(second)
+    betas = options["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise TypeError(f"param group option 'betas' must be two numbers, got {betas!r}.")
+    return float(betas[0]), float(betas[1])
 
 
 def wire_dtype(options: Options) -> torch.dtype:

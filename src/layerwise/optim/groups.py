@@ -22,7 +22,12 @@ class GroupPlan:
 
     def as_param_group(self, params: Mapping[str, nn.Parameter]) -> dict[str, object]:
         """The group as torch.optim.Optimizer holds it; the optimizer reads options back from there at every step."""
-        return {"params": [params[fqn] for fqn in self.fqns], "rule": self.rule.kind, "fqns": list(self.fqns), **self.rule.options()}
+        return {
+            "params": [params[fqn] for fqn in self.fqns],
+            "rule": self.rule.kind,
+            "fqns": list(self.fqns),
+            **self.rule.options(),
+        }
 
 
 def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ...]:
@@ -46,7 +51,8 @@ def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:
     for name in options:
         if name not in known:
             raise ValueError(
-                f"the route rule that matched {fqn!r} sets {name!r}, which {type(rule).__name__} does not have." + did_you_mean(name, known)
+                f"the route rule that matched {fqn!r} sets {name!r}, which {type(rule).__name__} does not have."
+                + did_you_mean(name, known)
             )
     try:
         return dataclasses.replace(rule, **options) if options else rule  # type: ignore[arg-type]

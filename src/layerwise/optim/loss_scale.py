@@ -1,4 +1,5 @@
-"""Dynamic loss scaling for fp16 params: gradients are computed from a scaled-up loss so that small ones do not vanish."""
+"""Dynamic loss scaling for fp16 params: gradients are computed from a scaled-up loss so that small ones do not
+vanish."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.initial > 0 and self.minimum > 0 and self.factor > 1 and self.growth_interval >= 1 and self.hysteresis >= 1):
+        if not (
+            self.initial > 0
+            and self.minimum > 0
+            and self.factor > 1
+            and self.growth_interval >= 1
+            and self.hysteresis >= 1
+        ):
             raise ValueError(
                 f"LossScale: expected initial and minimum above 0, factor above 1, growth_interval and hysteresis at least 1, got {self}."
             )

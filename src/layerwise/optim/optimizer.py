@@ -18,7 +18,7 @@ from layerwise.layout.schedule import CommSchedule
 from layerwise.optim.algorithms import number
 from layerwise.optim.groups import GroupPlan, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler
-from layerwise.optim.state import describe_spans, export_state, import_state
+from layerwise.optim.state import ExtraState, describe_spans, export_state, import_state
 from layerwise.optim.stats import ClipScope, StatsPass, StepStats, Totals, assign_norm_groups, clip_coefficients
 from layerwise.optim.update import Update
 
@@ -40,7 +40,8 @@ class Optimizer(torch.optim.Optimizer):
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
         norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
-        nonfinite: what to do when a reduced gradient holds inf or NaN: "skip" the step, "raise" on every rank, or "ignore".
+        nonfinite: what to do when a reduced gradient holds inf or NaN: "skip" the step, "raise" on every rank, or
+            "ignore".
         skip_above: skip a step whose gradient norm is larger.
         count_zeros: also count zero gradient elements.
         loss_scale: dynamic loss scaling for fp16; then call `scale_loss(loss).backward()`.
@@ -93,13 +94,16 @@ class Optimizer(torch.optim.Optimizer):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the current loss scale; `step()` divides the gradients by it again."""
         if self._scaler is None:
-            raise StateError("scale_loss() was called without loss scaling: pass loss_scale=LossScale() to the Optimizer.")
+            raise StateError(
+                "scale_loss() was called without loss scaling: pass loss_scale=LossScale() to the Optimizer."
+            )
         self._loss_was_scaled = True
         return loss * self._scaler.scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Reduce what is left of the gradients, update masters, publish replicas. Returns the closure's loss, if there is one."""
+        """Reduce what is left of the gradients, update masters, publish replicas. Returns the closure's loss, if there
+        is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,25 +131,29 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
         if getattr(self, "_sealed", False):
-            raise StateError("params cannot be added after construction: they have no place in the buffers. Build the model whole, then wrap it.")
+            raise StateError(
+                "params cannot be added after construction: they have no place in the buffers. Build the model whole, then wrap it."
+            )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, object]:
-        """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Pure: nothing is computed or changed."""
+        """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Pure: nothing is
+        computed or changed."""
         return export_state(super().state_dict(), self._extra_state())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call it on every rank."""
+        """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
+        it on every rank."""
         extra = import_state(self, state_dict, self._extra_state())
-        self._step_count = int(extra["step"])
-        if self._scaler is not None:
+        self._step_count = extra["step"]
+        if self._scaler is not None and extra["loss_scale"] is not None:
             self._scaler.load_state_dict(extra["loss_scale"])
         for bucket in self._engine.storage.buckets:
             bucket.master_version += 1
         self._engine.publisher.ensure_all()
 
-    def _extra_state(self) -> dict[str, object]:
+    def _extra_state(self) -> ExtraState:
         return {
             "step": self._step_count,
             "plan": self._engine.plan.digest,
@@ -154,13 +162,17 @@ class Optimizer(torch.optim.Optimizer):
         }
 
     def _publish_state(self) -> None:
-        """Expose this rank's state through `self.state`, the same keys on every rank; views, so that loading writes through."""
+        """Expose this rank's state through `self.state`, the same keys on every rank; views, so that loading writes
+        through."""
         for fqn, tensors in self._update.state_by_fqn().items():
             self.state[self._engine.storage.params[fqn]] = tensors
 
     def _facts(self) -> dict[str, object]:
         return {
-            "groups": [{"label": f"param group {index}", "fqns": ",".join(group.fqns)} for index, group in enumerate(self._groups)],
+            "groups": [
+                {"label": f"param group {index}", "fqns": ",".join(group.fqns)}
+                for index, group in enumerate(self._groups)
+            ],
             "settings": self._settings(),
             "collectives": [[op.phase, op.kind, op.label, str(op.dtype), op.numel] for op in self.schedule.ops],
         }
@@ -173,7 +185,10 @@ class Optimizer(torch.optim.Optimizer):
             "loss_scale": self._scaler.scale if self._scaler is not None else None,
             "clip": [self._clip_norm, self._clip_scope, self._nonfinite, self._skip_above, self._strict],
             "groups": [
-                {"label": f"param group {index}", **{name: repr(value) for name, value in group.items() if name not in hidden}}
+                {
+                    "label": f"param group {index}",
+                    **{name: repr(value) for name, value in group.items() if name not in hidden},
+                }
                 for index, group in enumerate(self.param_groups)
             ],
         }
@@ -185,11 +200,17 @@ class Optimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             lr = number(group, "lr")
             if not 0.0 <= lr < float("inf"):
-                raise ValueError(f"param group {index} ({group['rule']}) has lr {group['lr']!r}: expected a finite number that is not negative.")
+                raise ValueError(
+                    f"param group {index} ({group['rule']}) has lr {group['lr']!r}: expected a finite number that is not negative."
+                )
         if [group["ns_dtype"] for group in self.param_groups if "ns_dtype" in group] != self._fixed_options:
-            raise StateError("ns_dtype was changed after construction: the exchange was planned with another dtype. Build a new Optimizer.")
+            raise StateError(
+                "ns_dtype was changed after construction: the exchange was planned with another dtype. Build a new Optimizer."
+            )
         if self._scaler is not None and self._engine.reducer.has_gradients and not self._loss_was_scaled:
-            raise StateError("step() with loss_scale set, but the loss was not scaled: call optimizer.scale_loss(loss).backward().")
+            raise StateError(
+                "step() with loss_scale set, but the loss was not scaled: call optimizer.scale_loss(loss).backward()."
+            )
 
     def _collect_gradients(self) -> None:
         """A plain module has no hooks: its gradients are where torch leaves them."""
@@ -202,10 +223,14 @@ class Optimizer(torch.optim.Optimizer):
         """Decide from reduced values, act, and record."""
         if not totals.consistent:
             agree(self._engine.groups, "optimizer settings", self._settings())
-            raise PlanMismatchError("ranks called step() with different optimizer settings, which have changed back since.")
+            raise PlanMismatchError(
+                "ranks called step() with different optimizer settings, which have changed back since."
+            )
         if self._strict and totals.missing:
             names = [f"{fqn} ({count} of {self._engine.groups.world} ranks)" for fqn, count in totals.missing.items()]
-            raise StateError(f"no gradient for {listed(names)}: strict_grads=True expects one for every trainable param. Freeze what is unused.")
+            raise StateError(
+                f"no gradient for {listed(names)}: strict_grads=True expects one for every trainable param. Freeze what is unused."
+            )
         coefficients = clip_coefficients(totals, self._stats_pass.names, self._clip_norm, self._clip_scope)
         reason = self._skip_reason(totals)
         if self._scaler is not None:
@@ -223,10 +248,14 @@ class Optimizer(torch.optim.Optimizer):
             bytes_by_collective=dict(self._engine.communicator.sent_nbytes),
         )
         if totals.nonfinite and self._nonfinite == "raise":
-            raise NonFiniteError(f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed.")
+            raise NonFiniteError(
+                f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
+            )
 
     def _skip_reason(self, totals: Totals) -> str:
-        if len(totals.missing) == len(self._engine.storage.params) and set(totals.missing.values()) == {self._engine.groups.world}:
+        if len(totals.missing) == len(self._engine.storage.params) and set(totals.missing.values()) == {
+            self._engine.groups.world
+        }:
             return "no param has a gradient on any rank"
         if totals.nonfinite and self._nonfinite != "ignore":
             return f"gradients of {listed(totals.nonfinite)} hold inf or NaN"
@@ -251,10 +280,14 @@ def _engine_of(model: nn.Module) -> Engine:
     """The engine of a wrapped model, or a new one for a plain module in a single process."""
     if isinstance(model, _HasEngine):
         if model.engine.has_optimizer:
-            raise StateError("the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it.")
+            raise StateError(
+                "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it."
+            )
         return model.engine
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters().")
+        raise TypeError(
+            f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
+        )
     if default_world() > 1:
         raise ValueError(
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
@@ -289,7 +322,9 @@ def _check_arguments(
 ) -> None:
     for name, rule in (("matrix", matrix), ("other", other)):
         if not isinstance(rule, Rule):
-            raise TypeError(f"{name} must be a rule such as layerwise.{'Muon' if name == 'matrix' else 'AdamW'}(lr=...), got {rule!r}.")
+            raise TypeError(
+                f"{name} must be a rule such as layerwise.{'Muon' if name == 'matrix' else 'AdamW'}(lr=...), got {rule!r}."
+            )
     for name, bound in (("clip_grad_norm", clip_grad_norm), ("skip_above", skip_above)):
         if bound is not None and not bound > 0:
             raise ValueError(f"{name} must be positive, got {bound!r}. None switches it off.")
@@ -297,4 +332,3 @@ def _check_arguments(
         raise ValueError(f"clip must be 'all', 'other-only' or 'none', got {clip!r}.")
     if nonfinite not in ("skip", "raise", "ignore"):
         raise ValueError(f"nonfinite must be 'skip', 'raise' or 'ignore', got {nonfinite!r}.")
-

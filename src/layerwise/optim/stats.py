@@ -1,4 +1,5 @@
-"""Phase 2, stats: one pass over local shards, one all-reduce of one vector, and decisions that are functions of reduced values only."""
+"""Phase 2, stats: one pass over local shards, one all-reduce of one vector, and decisions that are functions of reduced
+values only."""
 
 from __future__ import annotations
 
@@ -72,11 +73,15 @@ def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str]) -> dict[str, 
     """The norm group of every trainable param: the first named group whose glob matches, else its family."""
     for name in norm_groups:
         if name in ("matrix", "other"):
-            raise ValueError(f"norm group {name!r} has a reserved name: 'matrix' and 'other' are the two families. Choose another.")
+            raise ValueError(
+                f"norm group {name!r} has a reserved name: 'matrix' and 'other' are the two families. Choose another."
+            )
     trainable = [param.fqn for param in plan.table if plan.routes[param.fqn].family != "frozen"]
     for name, pattern in norm_groups.items():
         if not any(fnmatchcase(fqn, pattern) for fqn in trainable):
-            raise ValueError(f"norm group {name!r} ({pattern!r}) matches no trainable param." + did_you_mean(pattern, trainable))
+            raise ValueError(
+                f"norm group {name!r} ({pattern!r}) matches no trainable param." + did_you_mean(pattern, trainable)
+            )
     return {
         fqn: next((name for name, pattern in norm_groups.items() if fnmatchcase(fqn, pattern)), plan.routes[fqn].family)
         for fqn in trainable
@@ -86,7 +91,9 @@ def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str]) -> dict[str, 
 class StatsPass:
     """Collects and reduces the statistics of one step's gradients."""
 
-    def __init__(self, storage: Storage, communicator: Communicator, group_of: Mapping[str, str], *, zeros: bool) -> None:
+    def __init__(
+        self, storage: Storage, communicator: Communicator, group_of: Mapping[str, str], *, zeros: bool
+    ) -> None:
         self._communicator = communicator
         self._zeros = zeros
         self.names = sorted({"matrix", "other", *group_of.values()})
@@ -98,12 +105,15 @@ class StatsPass:
         pairs = [(bucket, span) for bucket in counted for span in bucket.spans]
         self._spans = [bucket.work[span.shard_offset : span.shard_offset + span.numel] for bucket, span in pairs]
         self._device = storage.buckets[0].work.device
-        self._slots = torch.tensor([slot[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device)
+        self._slots = torch.tensor(
+            [slot[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
+        )
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
     @property
     def numel(self) -> int:
-        """Length of the vector: a sum per norm group, zeros, consistency words and their squares, and two counts per param."""
+        """Length of the vector: a sum per norm group, zeros, consistency words and their squares, and two counts per
+        param."""
         return len(self.names) + 1 + 2 * _NUM_WORDS + 2 * len(self._fqns)
 
     @property
@@ -113,8 +123,8 @@ class StatsPass:
     def reduce(self, missing: frozenset[str], settings: str, divisor: float) -> Totals:
         """One pass over sums of gradients, one all-reduce, one read-back.
 
-        Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is too, on any number of ranks.
-        `settings` describes everything that all ranks must have in common at this step.
+        Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is
+        too, on any number of ranks. `settings` describes everything that all ranks must have in common at this step.
         """
         vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
         groups, zeros, words, params = self._parts(vector)
@@ -132,12 +142,14 @@ class StatsPass:
 
     def _parts(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views of the vector: norm groups, zero count, (words, squares), (missing, nonfinite) per param."""
-        groups, zeros, words, params = vector.split([len(self.names), 1, 2 * _NUM_WORDS, 2 * len(self._fqns)])
+        sizes = [len(self.names), 1, 2 * _NUM_WORDS, 2 * len(self._fqns)]
+        groups, zeros, words, params = torch.split(vector, sizes)
         return groups, zeros, words.view(2, _NUM_WORDS), params.view(2, len(self._fqns))
 
     def _read(self, vector: Tensor, divisor: float) -> Totals:
         groups, zeros, words, params = self._parts(vector)
-        # All ranks sent the same word exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from reduced values.
+        # All ranks sent the same word exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from reduced
+        # values.
         consistent = bool((words[1] * self._communicator.world == words[0].square()).all())
         missing, nonfinite = params.tolist()
         return Totals(
@@ -155,7 +167,9 @@ def _words(text: str) -> list[int]:
     return [(digest >> (_WORD_BITS * index)) & ((1 << _WORD_BITS) - 1) for index in range(_NUM_WORDS)]
 
 
-def clip_coefficients(totals: Totals, names: Sequence[str], max_norm: float | None, scope: ClipScope) -> dict[str, float]:
+def clip_coefficients(
+    totals: Totals, names: Sequence[str], max_norm: float | None, scope: ClipScope
+) -> dict[str, float]:
     """What to multiply each norm group's gradients with. The two families share one norm; a named group has its own."""
     coefficients = dict.fromkeys(names, 1.0)
     if max_norm is None or scope == "none":

@@ -64,7 +64,10 @@ class Update:
                 part = bucket.work[span.shard_offset : span.shard_offset + span.numel]
                 self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append(part)
         self._cohorts = [
-            [Cohort(engine.storage, engine.communicator, schedule, work, number_, self._group_of) for number_ in range(work.num_cohorts)]
+            [
+                Cohort(engine.storage, engine.communicator, schedule, work, number_, self._group_of)
+                for number_ in range(work.num_cohorts)
+            ]
             for work in engine.plan.works
             if all(groups[self._group_of[item.matrix.fqn]].rule.is_matrix_rule for item in work.items)
         ]
@@ -79,7 +82,8 @@ class Update:
         }
 
     def _allocate_state(self) -> None:
-        """All state, on every rank, before the first step: nothing that saves or loads state has to run a step to bring it into being."""
+        """All state, on every rank, before the first step: nothing that saves or loads state has to run a step to bring
+        it into being."""
         for bucket in self._buckets:
             rules = {self._groups[self._group_of[placement.fqn]].rule.kind for placement in bucket.plan.placements}
             for kind in sorted(rules):
@@ -95,7 +99,8 @@ class Update:
     def apply(self, options: Sequence[Options], divisor: float, coefficients: Mapping[str, float], step: int) -> None:
         """Average, clip, then update the masters of every group; `options` are the live param groups.
 
-        Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same rounding in every layout.
+        Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same
+        rounding in every layout.
         """
         if divisor != 1.0:
             torch._foreach_div_([bucket.work for bucket in self._buckets], divisor)
@@ -133,7 +138,8 @@ class Update:
         )
 
     def _orthogonalise(self, cohorts: Sequence[Cohort], options: Sequence[Options]) -> None:
-        """Walk the pipeline: while one cohort is orthogonalised the next is on its way, and the one before is coming back."""
+        """Walk the pipeline: while one cohort is orthogonalised the next is on its way, and the one before is coming
+        back."""
         incoming, returning = {}, {}
         for phase, number_ in pipelined(len(cohorts)):
             if phase == "exchange":
@@ -142,7 +148,8 @@ class Update:
             cohort = cohorts[number_]
             matrices = cohort.unpack(incoming.pop(number_).wait())
             directions = [
-                self._direction(batch, tensor, options[batch.group]) for batch, tensor in zip(cohort.batches, matrices, strict=True)
+                self._direction(batch, tensor, options[batch.group])
+                for batch, tensor in zip(cohort.batches, matrices, strict=True)
             ]
             returning[number_] = cohort.send_back(directions)
             if number_ > 0:
@@ -162,10 +169,13 @@ class Update:
             live = options[self._group_of[region.fqn]]
             scale = update_scale(str(live["scale"]), region.matrix.rows, region.matrix.cols)
             factors.append(number(live, "lr") * scale * number(live, "extra_scale"))
-        subtract_scaled_([region.master for region in cohort.owned], [region.update for region in cohort.owned], factors)
+        subtract_scaled_(
+            [region.master for region in cohort.owned], [region.update for region in cohort.owned], factors
+        )
 
     def state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's state of every trainable param, as views; empty tensors where it holds none, so that all ranks have the same keys."""
+        """This rank's state of every trainable param, as views; empty tensors where it holds none, so that all ranks
+        have the same keys."""
         found: dict[str, dict[str, Tensor]] = {}
         for bucket in self._buckets:
             spans = {span.fqn: span for span in bucket.spans}

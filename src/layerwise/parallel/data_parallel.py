@@ -17,11 +17,13 @@ from layerwise.routing.rules import RouteRule
 class DataParallel(nn.Module):
     """Wraps a module for training on all ranks of the default process group; without one it runs alone.
 
-    Gradients go to flat buckets as backward produces them, so `param.grad` stays None; `layerwise.Optimizer` takes them from there.
+    Gradients go to flat buckets as backward produces them, so `param.grad` stays None; `layerwise.Optimizer` takes them
+    from there.
 
     Args:
         module: the model. Its params are re-pointed at flat buffers: move and convert it before wrapping.
-        layout: where optimizer state lives. "flat" shards it evenly, "replicated" keeps all of it everywhere, "auto" chooses.
+        layout: where optimizer state lives. "flat" shards it evenly, "replicated" keeps all of it everywhere,
+            "auto" chooses.
         rules: routing rules that come before the defaults; see `RouteRule`.
         mesh: reserved for sharded models; None means that all ranks are data parallel.
         overlap_grad_reduce: reduce full buckets while backward goes on.
@@ -51,7 +53,9 @@ class DataParallel(nn.Module):
         if mesh is not None:
             raise NotImplementedError("mesh is not built yet: pass None, which makes all ranks data parallel.")
         if overlap_param_gather:
-            raise NotImplementedError("overlap_param_gather is not built yet: leave it False, params are gathered at the end of step().")
+            raise NotImplementedError(
+                "overlap_param_gather is not built yet: leave it False, params are gathered at the end of step()."
+            )
         super().__init__()
         self.module = module
         self.engine = Engine(
@@ -67,7 +71,7 @@ class DataParallel(nn.Module):
         self.engine.spread_from_first()
         self._sync = True
         for fqn, param in self.engine.storage.params.items():
-            param.register_post_accumulate_grad_hook(self._take_gradient(fqn))
+            param.register_post_accumulate_grad_hook(self._take_gradient(fqn))  # type: ignore[no-untyped-call]
 
     @property
     def plan(self) -> Plan:
@@ -87,7 +91,8 @@ class DataParallel(nn.Module):
             self._sync = before
 
     def pull_from_replicas(self) -> None:
-        """Call after changing weights in place (`param.data.copy_()`, `load_state_dict`), so that the optimizer goes on from them."""
+        """Call after changing weights in place (`param.data.copy_()`, `load_state_dict`), so that the optimizer goes on
+        from them."""
         self.engine.pull_from_replicas()
 
     def _take_gradient(self, fqn: str) -> Callable[[Tensor], None]:
@@ -96,13 +101,17 @@ class DataParallel(nn.Module):
             if grad is None:
                 return
             if grad.is_sparse:
-                raise TypeError(f"param {fqn!r} has a sparse gradient: buckets are dense. Use sparse=False on its module.")
+                raise TypeError(
+                    f"param {fqn!r} has a sparse gradient: buckets are dense. Use sparse=False on its module."
+                )
             self.engine.reducer.write(fqn, grad, sync=self._sync)
 
         return hook
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataParallel:
-        raise TypeError("a DataParallel cannot be copied: its params are views of buffers that ranks share. Copy .module before wrapping.")
+        raise TypeError(
+            "a DataParallel cannot be copied: its params are views of buffers that ranks share. Copy .module before wrapping."
+        )
 
     def __getstate__(self) -> dict[str, object]:
         raise TypeError("a DataParallel cannot be pickled: save model.module.state_dict() instead.")

@@ -59,8 +59,8 @@ def flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 def collapse(grid: tuple[int, ...], box: Box) -> tuple[tuple[int, ...], Box]:
     """The same elements in as few dims as possible: a dim that the box covers fully joins the one before it.
 
-    A whole matrix, a block of rows and one expert of a stack all become one interval of a 1-D grid, which is what makes their exchange one
-    contiguous copy; a block of columns stays 2-D.
+    A whole matrix, a block of rows and one expert of a stack all become one interval of a 1-D grid, which is what makes
+    their exchange one contiguous copy; a block of columns stays 2-D.
     """
     dims = list(grid)
     starts, stops = list(box.starts), list(box.stops)
@@ -82,7 +82,8 @@ def collapse(grid: tuple[int, ...], box: Box) -> tuple[tuple[int, ...], Box]:
 
 
 def interval_boxes(grid: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The flat interval [start, stop) of a row-major grid as boxes, in flat order: a partial first row, whole rows, a partial last one."""
+    """The flat interval [start, stop) of a row-major grid as boxes, in flat order: a partial first row, whole rows, a
+    partial last one."""
     if start >= stop:
         return
     if len(grid) == 1:

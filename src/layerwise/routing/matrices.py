@@ -1,7 +1,8 @@
 """Logical matrices: which 2-D blocks of a param Newton-Schulz sees.
 
-A matrix is a box in a row-major grid over the param's elements; its first dims are its rows, its last its columns. Whole weights, row blocks of a
-fused weight, experts of a stack, interleaved and column blocks are all boxes, so the engine knows one case.
+A matrix is a box in a row-major grid over the param's elements; its first dims are its rows, its last its columns.
+Whole weights, row blocks of a fused weight, experts of a stack, interleaved and column blocks are all boxes, so the
+engine knows one case.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Matrix:
     rows: int
     cols: int
     grid: tuple[int, ...]
-    """The param's elements as a row-major grid with as few dims as the box allows; 1-D for a matrix that is contiguous in its param."""
+    """The param's elements as a row-major grid with as few dims as the box allows; 1-D for a matrix that is contiguous
+    in its param."""
     box: Box
     """The part of the grid that is this matrix, in the matrix's own row-major order."""
 
@@ -48,7 +50,8 @@ class Matrix:
         return flat_index(tuple(stop - 1 for stop in self.box.stops), self.grid) + 1
 
     def regions(self, start: int, stop: int) -> tuple[Box, ...]:
-        """The parts of this matrix inside the param's flat interval [start, stop), as boxes of the grid in flat order."""
+        """The parts of this matrix inside the param's flat interval [start, stop), as boxes of the grid in flat
+        order."""
         if len(self.grid) == 1:
             start, stop = max(start, self.box.starts[0]), min(stop, self.box.stops[0])
             return (Box((start,), (stop,)),) if start < stop else ()
@@ -75,13 +78,16 @@ def _row_blocks_of(param: ParamSpec, rows: int, cols: int, sizes: tuple[int, ...
 
 
 def matrices_of(param: ParamSpec, row_blocks: tuple[int, ...] = ()) -> tuple[Matrix, ...]:
-    """The logical matrices of a param: row blocks, one per expert of a stack, one for a flattened convolution, or the whole."""
+    """The logical matrices of a param: row blocks, one per expert of a stack, one for a flattened convolution, or the
+    whole."""
     if len(param.shape) < 2:
         raise ValueError(
             f"param {param.fqn!r} has shape {param.shape}: a matrix rule needs at least two dims. Route it to 'other'."
         )
     if param.numel == 0:
-        raise ValueError(f"param {param.fqn!r} has shape {param.shape}: a matrix rule needs elements. Route it to 'other'.")
+        raise ValueError(
+            f"param {param.fqn!r} has shape {param.shape}: a matrix rule needs elements. Route it to 'other'."
+        )
     if len(param.shape) == 2 or param.module_kind is ModuleKind.CONV:
         rows, cols = param.shape[0], math.prod(param.shape[1:])
         return _row_blocks_of(param, rows, cols, row_blocks or (rows,))

@@ -1,4 +1,5 @@
-"""Routing: an ordered list of rules, first match wins, every answer with its reason. The only place that decides what a matrix rule manages."""
+"""Routing: an ordered list of rules, first match wins, every answer with its reason. The only place that decides what a
+matrix rule manages."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _TABLE_WORDS = ("embed", "pos", "token")
 
 @dataclass(frozen=True, kw_only=True)
 class RouteRule:
-    """A user's routing rule: params whose fqn matches `pattern` (a glob) go to `to`, with `options` over the rule's own.
+    """A user's routing rule: params whose fqn matches `pattern` (a glob) go to `to`, with `options` over the rule's
+    own.
 
     >>> RouteRule(pattern="*.router.weight", to="other", options={"lr": 1e-4}).to
     'other'
@@ -36,9 +38,13 @@ class RouteRule:
         if self.to not in ("matrix", "other"):
             raise ValueError(f"route rule {self.pattern!r}: to must be 'matrix' or 'other', got {self.to!r}.")
         if not self.pattern:
-            raise ValueError("a route rule has an empty pattern: expected a glob on param names, such as '*.router.weight'.")
+            raise ValueError(
+                "a route rule has an empty pattern: expected a glob on param names, such as '*.router.weight'."
+            )
         if self.row_blocks and self.to != "matrix":
-            raise ValueError(f"route rule {self.pattern!r}: row_blocks={self.row_blocks} only makes sense with to='matrix'.")
+            raise ValueError(
+                f"route rule {self.pattern!r}: row_blocks={self.row_blocks} only makes sense with to='matrix'."
+            )
 
     def matches(self, param: ParamSpec) -> bool:
         return any(fnmatchcase(name, self.pattern) for name in (param.fqn, *param.aliases))
@@ -180,7 +186,9 @@ def route_params(table: ParamTable, rules: Sequence[RouteRule] | None = None) ->
 def _never_matched(unmatched: Mapping[int, RouteRule], rules: Sequence[RouteRule], table: ParamTable) -> str:
     number, rule = next(iter(unmatched.items()))
     shadowing = [
-        earlier for earlier, other in enumerate(rules[: number - 1], start=1) if any(other.matches(p) and rule.matches(p) for p in table)
+        earlier
+        for earlier, other in enumerate(rules[: number - 1], start=1)
+        if any(other.matches(p) and rule.matches(p) for p in table)
     ]
     if shadowing:
         return (

@@ -58,7 +58,8 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ParamTable:
-    """All params of a model in registration order, which is forward order as far as anyone knows before the first forward."""
+    """All params of a model in registration order, which is forward order as far as anyone knows before the first
+    forward."""
 
     params: tuple[ParamSpec, ...]
 
@@ -67,7 +68,9 @@ class ParamTable:
         for param in self.params:
             for name in (param.fqn, *param.aliases):
                 if name in seen:
-                    raise ValueError(f"param {name!r} appears twice in the table: names identify params, so each may come once.")
+                    raise ValueError(
+                        f"param {name!r} appears twice in the table: names identify params, so each may come once."
+                    )
                 seen.add(name)
 
     def __iter__(self) -> Iterator[ParamSpec]:
@@ -92,5 +95,8 @@ class ParamTable:
 def table_of(shapes: Sequence[tuple[str, tuple[int, ...]]], dtype: DType = DType.BF16) -> ParamTable:
     """A table of linear-layer weights from names and shapes alone: presets, examples, tests."""
     return ParamTable(
-        tuple(ParamSpec(fqn=fqn, shape=shape, dtype=dtype, module_kind=ModuleKind.LINEAR, module_type="Linear") for fqn, shape in shapes)
+        tuple(
+            ParamSpec(fqn=fqn, shape=shape, dtype=dtype, module_kind=ModuleKind.LINEAR, module_type="Linear")
+            for fqn, shape in shapes
+        )
     )

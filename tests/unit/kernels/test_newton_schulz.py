@@ -28,17 +28,13 @@ BANDS: dict[str, tuple[int, float, float]] = {
     "simple": (5, 0.681, 1.135),
     "quintic": (5, 0.977, 1.032),
     "polar_express": (5, 0.870, 1.124),
-    "cans": (5, 0.884, 1.120),
+    "cans": (5, 0.866, 1.134),
     "aol": (4, 0.987, 1.082),
     "deepseekv4": (10, 0.9999, 1.0006),
     "cubic5": (5, 0.774, 1.301),
 }
 # What rounding may add to a band; measured 0, 0.008 and 0.03 over 40 seeds, both forms and every set but cans.
 MARGINS = {FP32: 0.001, FP16: 0.02, BF16: 0.05}
-
-# cans has no safety factor: a rounding at the end of one polynomial's interval already leaves that of the next one.
-# In bf16 its singular values then reach 17 on ordinary spectra and 1e17 on a matrix of rank one.
-STEADY = [name for name in BANDS if name != "cans"]
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -116,7 +112,8 @@ def signed_singular_values(result: Tensor, polar: Tensor) -> Tensor:
 
 def reaches_band(name: str, schedule: tuple[Coefficient, ...], *, method: str, dtype: torch.dtype) -> bool:
     _, low, high = BANDS[name]
-    margin = MARGINS[dtype]
+    # The intervals of cans touch each other, so fp16 rounding in the Gram form moves values further: measured 0.08.
+    margin = MARGINS[dtype] + (0.08 if name == "cans" and dtype != FP32 else 0.0)
     farthest = max(1 - low, high - 1) + margin
     for seed, (top, cols) in enumerate([(0.4, SHORT), (0.8, SHORT), (0.4, 60), (0.8, 60)]):
         update = matrix_with(spectrum(top), cols, seed=seed)
@@ -135,16 +132,19 @@ def reaches_band(name: str, schedule: tuple[Coefficient, ...], *, method: str, d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("name", list(BANDS))
 def test_a_set_brings_every_singular_value_into_its_band(name: str, method: str, dtype: torch.dtype) -> None:
     assert reaches_band(name, coefficient_schedule(name, BANDS[name][0]), method=method, dtype=dtype)
 
 
-@pytest.mark.parametrize(("method", "dtype"), [("standard", FP32), ("gram", FP32), ("standard", FP16)])
-def test_cans_brings_every_singular_value_into_its_band_given_more_bits_than_bf16(
-    method: str, dtype: torch.dtype
-) -> None:
-    assert reaches_band("cans", coefficient_schedule("cans", 5), method=method, dtype=dtype)
+def test_without_its_safety_factor_cans_diverges_in_bf16() -> None:
+    published = [
+        (a * f, b * f**3, c * f**5)
+        for (a, b, c), f in zip(coefficient_schedule("cans", 5), [1.01] * 4 + [1.0], strict=True)
+    ]
+    update = torch.zeros(4, 8)
+    update[1, 2] = 1.0
+    assert spectral_norm(orthogonalize_one(update, published, method="standard")) > 1e3
 
 
 def test_every_named_set_has_a_band() -> None:
@@ -155,7 +155,7 @@ def test_every_named_set_has_a_band() -> None:
 @pytest.mark.parametrize("name", list(BANDS))
 def test_a_schedule_cut_short_misses_its_band(name: str, method: str) -> None:
     steps = BANDS[name][0]
-    assert not reaches_band(name, coefficient_schedule(name, 5)[: min(steps - 1, 2)], method=method, dtype=FP32)
+    assert not reaches_band(name, coefficient_schedule(name, steps)[: min(steps - 1, 2)], method=method, dtype=FP32)
 
 
 @pytest.mark.parametrize("name", ["quintic", "aol"])
@@ -251,7 +251,7 @@ def errors(kind: str, schedule: tuple[Coefficient, ...], method: str) -> Errors:
 
 
 @pytest.mark.parametrize("kind", ILL_CONDITIONED)
-@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("name", list(BANDS))
 def test_on_ill_conditioned_input_gram_is_as_near_to_the_polar_factor_as_standard(name: str, kind: str) -> None:
     schedule = coefficient_schedule(name, BANDS[name][0])
     gram, standard = errors(kind, schedule, "gram"), errors(kind, schedule, "standard")
@@ -412,7 +412,7 @@ def test_denormal_and_huge_elements_give_an_orthogonal_update(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("name", list(BANDS))
 def test_rank_deficient_matrices_stay_bounded_in_bf16(name: str, rank: int, method: str) -> None:
     schedule = coefficient_schedule(name, BANDS[name][0])
     update = gaussian(2, 20, rank, seed=1) @ gaussian(2, rank, 44, seed=2)
@@ -421,10 +421,7 @@ def test_rank_deficient_matrices_stay_bounded_in_bf16(name: str, rank: int, meth
     assert spectral_norm(result[1]) <= 1.4
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*STEADY, pytest.param("cans", marks=pytest.mark.xfail(strict=True, reason="has no safety factor: gives 8.5e10"))],
-)
+@pytest.mark.parametrize("name", list(BANDS))
 def test_a_single_element_stays_bounded_in_bf16(name: str) -> None:
     update = torch.zeros(4, 8)
     update[1, 2] = 1.0

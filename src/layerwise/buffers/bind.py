@@ -38,7 +38,7 @@ def plain_dtype(dtype: torch.dtype, owner: str) -> DType:
     """The plan's name for a torch dtype; `owner` is named in the error."""
     found = _DTYPE_BY_TORCH.get(dtype)
     if found is None:
-        raise TypeError(f"{owner} has dtype {dtype}: expected one of fp32, bf16, fp16.")
+        raise TypeError(f"{owner} has dtype {dtype}: expected one of fp32, bf16, fp16. Convert or freeze it first.")
     return found
 
 

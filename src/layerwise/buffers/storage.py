@@ -49,6 +49,12 @@ class Bucket:
             self.master.copy_(self.replica_shard)
 
 
+def refuse_sparse(fqn: str, grad: Tensor) -> None:
+    """Raise for a sparse gradient, by name."""
+    if grad.is_sparse:
+        raise TypeError(f"param {fqn!r} has a sparse gradient: buckets are dense. Use sparse=False on its module.")
+
+
 class Storage:
     """All buckets of a model on this rank. Params are re-pointed at views of the replicas."""
 
@@ -59,9 +65,10 @@ class Storage:
         self.buckets: tuple[Bucket, ...] = ()
         self.grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads
         self._replica_views: dict[str, Tensor] = {}  # ND, alias the buckets' replicas
+        self._versions: dict[str, int] = {}
         found: dict[int, Bucket] = {}
+        device = self._device()
         for buffer in plan.buffers:
-            device = self._device_of(buffer.buckets)
             replica = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.key.dtype), device=device)
             grad = torch.zeros(buffer.numel, dtype=torch_dtype(plan.grad_dtype), device=device)
             for bucket in buffer.buckets:
@@ -70,17 +77,22 @@ class Storage:
         self.buckets = tuple(found[index] for index in sorted(found))
         self._adopt_params()
 
-    def _device_of(self, buckets: tuple[BucketPlan, ...]) -> torch.device:
-        devices = {
-            self.params[placement.fqn].device: placement.fqn for bucket in buckets for placement in bucket.placements
-        }
-        if len(devices) > 1:
-            (first, one), (second, other) = list(devices.items())[:2]
+    def _device(self) -> torch.device:
+        """The one device of all trainable params."""
+        fqn_by_device = {param.device: fqn for fqn, param in self.params.items()}
+        if len(fqn_by_device) > 1:
+            (first, one), (second, other) = list(fqn_by_device.items())[:2]
             raise ValueError(
-                f"params {one!r} and {other!r} are on different devices ({first} and {second}): expected all trainable params on one. "
-                "Move the module to one device before wrapping it."
+                f"params {one!r} and {other!r} are on different devices ({first} and {second}): expected all trainable "
+                "params on one. Move the module to one device before wrapping it."
             )
-        return next(iter(devices))
+        device, fqn = next(iter(fqn_by_device.items()))
+        if device.type == "meta":
+            raise ValueError(
+                f"param {fqn!r} is on the meta device: it has no values. Materialise the module (to_empty() and "
+                "initialise) before wrapping it."
+            )
+        return device
 
     def _bucket(self, plan: BucketPlan, replica: Tensor, grad: Tensor) -> Bucket:
         shard = plan.shard_of(self.rank)
@@ -117,6 +129,7 @@ class Storage:
                 view.copy_(param.data)
                 param.data = view
                 self._replica_views[placement.fqn] = view
+                self._versions[placement.fqn] = param._version
                 self.grad_views[placement.fqn] = bucket.grad[part].view(param.shape)
             bucket.refresh_master()
 
@@ -128,8 +141,35 @@ class Storage:
             if param.data_ptr() != view.data_ptr() or param.shape != view.shape or param.dtype != view.dtype:
                 raise StateError(
                     f"param {fqn!r} was moved out of its buffer (by module.to(), param.data = ... or similar): expected it at its place in the "
-                    "replica. Move or convert the module before it is wrapped; to change values use param.data.copy_() and pull_from_replicas()."
+                    "replica. Move or convert the module before it is wrapped; to change values use param.copy_() under torch.no_grad()."
                 )
+
+    def check_no_grads(self) -> None:
+        """Raise if a param has a `.grad` of its own: hooks take what backward brings, so somebody set it by hand."""
+        for fqn, param in self.params.items():
+            if param.grad is not None:
+                raise StateError(
+                    f"param {fqn!r} has a .grad that backward did not bring: a DataParallel keeps gradients in buckets and "
+                    "would not see it. Add a term to the loss instead."
+                )
+
+    @torch.no_grad()
+    def pull_changed_params(self) -> None:
+        """Take over weights that the user changed in place (`load_state_dict`, `param.copy_()`): the change counts, as
+        it would with
+        any torch optimizer. We write through the replica and never through the param, so its version moves only for
+        others."""
+        for bucket in self.buckets:
+            changed = {
+                placement.fqn
+                for placement in bucket.plan.placements
+                if self.params[placement.fqn]._version != self._versions[placement.fqn]
+            }
+            for span in bucket.spans:
+                if span.fqn in changed:
+                    part = slice(span.shard_offset, span.shard_offset + span.numel)
+                    bucket.master[part].copy_(bucket.replica_shard[part])
+            self._versions.update({fqn: self.params[fqn]._version for fqn in changed})
 
     def nbytes(self) -> int:
         """Bytes this rank holds, aliases counted once."""

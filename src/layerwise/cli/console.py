@@ -125,8 +125,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         console.print(title, markup=False)
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
-        # On a terminal long names fold; in a file every row stays one line.
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        # Only the last column, which holds the longest text, is folded on a narrow terminal: names stay whole.
+        is_last = column == columns[-1]
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=not is_last, overflow="fold")
     for row in rows:
         table.add_row(*(cell.replace("[", r"\[") for cell in row))  # brackets are text here, not markup
     if console.is_terminal:

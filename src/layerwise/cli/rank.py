@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 
 from layerwise.cli.console import TrainConsole
@@ -16,6 +17,8 @@ from layerwise.train.rundir import create_run_dir, write_report
 
 def train_as_rank(config: TrainConfig) -> int:
     """Train and return the exit code; only rank 0 says anything but errors."""
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts, and not later
     try:
         ranks = launch.start(device=config.train.device)
     except (ValueError, RuntimeError) as error:

@@ -7,18 +7,50 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layerwise.buffers.bind import named_trainables, param_table, plain_dtype
 from layerwise.buffers.storage import Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Groups, agree
+from layerwise.comm.groups import Groups, derive_together
 from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
 from layerwise.errors import StateError
-from layerwise.layout.plan import make_plan
+from layerwise.layout.plan import Plan, make_plan
 from layerwise.routing.rules import RouteRule
 from layerwise.units import MIB
+
+_HOOKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Params whose gradients the hooks of a DataParallel take away; nobody else would ever see one."""
+
+
+def plan_for(
+    module: nn.Module,
+    *,
+    world: int,
+    layout: str,
+    rules: Sequence[RouteRule] | None,
+    bucket_mib: float | None,
+    grad_dtype: torch.dtype,
+) -> Plan:
+    """The plan of a live module (also one on the meta device)."""
+    dtype = plain_dtype(grad_dtype, "grad_dtype")
+    if bucket_mib is not None and not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
+        raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}. Leave it out for the default.")
+    table = param_table(module)
+    if not any(param.trainable for param in table):
+        raise ValueError(
+            f"{type(module).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
+        )
+    return make_plan(
+        table,
+        world=world,
+        layout=layout,
+        rules=rules,
+        grad_dtype=dtype,
+        bucket_numel=None if bucket_mib is None else max(1, int(bucket_mib * MIB) // dtype.itemsize),
+    )
 
 
 class Engine:
@@ -35,26 +67,24 @@ class Engine:
         grad_dtype: torch.dtype,
         overlap_grad_reduce: bool,
         check_collectives: bool,
+        hooked: bool,
     ) -> None:
-        dtype = plain_dtype(grad_dtype, "grad_dtype")
-        if bucket_mib is not None and not bucket_mib > 0:
-            raise ValueError(f"bucket_mib must be positive, got {bucket_mib!r}. Leave it out for the default.")
-        table = param_table(module)
-        if not any(param.trainable for param in table):
-            raise ValueError(
-                f"{type(module).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
-            )
+        for fqn, param in module.named_parameters():
+            if param in _HOOKED:
+                raise StateError(
+                    f"param {fqn!r} of {type(module).__name__} lies in the buffers of a DataParallel already: its gradients "
+                    "go there. Wrap a model once, and pass the wrapped model on."
+                )
         self.module = module
         self.groups = groups
-        self.plan = make_plan(
-            table,
-            world=groups.world,
-            layout=layout,
-            rules=rules,
-            grad_dtype=dtype,
-            bucket_numel=None if bucket_mib is None else max(1, int(bucket_mib * MIB) // dtype.itemsize),
+        self.plan = derive_together(
+            groups,
+            "plans",
+            lambda: plan_for(
+                module, world=groups.world, layout=layout, rules=rules, bucket_mib=bucket_mib, grad_dtype=grad_dtype
+            ),
+            Plan.to_json,
         )
-        agree(groups, "plans", self.plan.to_json())
         contract = Contract(groups.control) if check_collectives and groups.control is not None else None
         self.communicator = Communicator(groups.training, contract)
         self.storage = Storage(self.plan, named_trainables(module), groups.rank)
@@ -62,6 +92,8 @@ class Engine:
         self.publisher = Publisher(self.storage, self.communicator)
         self._frozen = {fqn: param for fqn, param in module.named_parameters() if not param.requires_grad}
         self.has_optimizer = False
+        if hooked:
+            _HOOKED.update(dict.fromkeys(self.storage.params.values(), True))
 
     @torch.no_grad()
     def spread_from_first(self) -> None:
@@ -72,22 +104,24 @@ class Engine:
         for name, tensor in (*self._frozen.items(), *self.module.named_buffers()):
             if tensor.numel():
                 whole = tensor.detach().contiguous()
-                self.communicator.broadcast(whole, label=f"{name!r}")
+                # As bytes: buffers may have dtypes that a backend cannot send.
+                self.communicator.broadcast(whole.view(-1).view(torch.uint8), label=f"{name!r}")
                 tensor.detach().copy_(whole)
 
     def check_trainables(self) -> None:
-        """Raise if params were frozen or unfrozen since construction: they have (or lack) a place in the buffers."""
-        for fqn, param in self.storage.params.items():
-            if not param.requires_grad:
+        """Raise if the model's trainable params are not those its buffers were laid out for."""
+        for fqn, param in self.module.named_parameters():
+            mine = self.storage.params.get(fqn)
+            if mine is param and not param.requires_grad:
                 raise StateError(
-                    f"param {fqn!r} was frozen after construction: expected requires_grad=True, as it was when its buffers were laid out. "
-                    "Freeze params before wrapping the model, or give the param lr 0 with a route rule."
+                    f"param {fqn!r} was frozen after construction: expected requires_grad=True, as it was when its buffers "
+                    "were laid out. Freeze params before wrapping the model, or give the param lr 0 with a route rule."
                 )
-        for fqn, param in self._frozen.items():
-            if param.requires_grad:
+            if mine is not param and param.requires_grad:
+                was = "unfrozen" if fqn in self._frozen else "replaced" if mine is not None else "added"
                 raise StateError(
-                    f"param {fqn!r} was unfrozen after construction: it has no place in the buffers and would never be updated. "
-                    "Set requires_grad before wrapping the model."
+                    f"param {fqn!r} was {was} after construction: it has no place in the buffers and would never be updated. "
+                    "Build the model whole and set requires_grad before wrapping it."
                 )
 
     @torch.no_grad()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from layerwise.errors import PlanMismatchError
 from layerwise.layout.plan import first_difference
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,20 @@ def all_ranks() -> Groups:
     """Groups over every rank of the default process group; none at all where there is no such group."""
     if not dist.is_available() or not dist.is_initialized():
         return NO_GROUPS
-    return Groups(training=dist.group.WORLD, control=dist.new_group(backend="gloo"))
+    # Not the default group itself: a bucket may be reduced in backward on one rank and in step() on another, and
+    # whatever the
+    # user sends in between over the default group must not be taken for it.
+    return Groups(training=dist.new_group(), control=dist.new_group(backend="gloo"))
+
+
+_ERROR = "error"
 
 
 def agree(groups: Groups, what: str, facts: Mapping[str, object]) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks have the same facts. Equal ranks exchange 32
-    bytes and no more."""
+    """Raise on every rank, naming the first difference, unless all ranks have the same facts.
+
+    Equal ranks exchange 32 bytes and no more. A rank that could not come up with facts says so with `failure(error)`.
+    """
     if groups.control is None or groups.world == 1:
         return
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":"), default=repr).encode()).digest()
@@ -60,7 +71,44 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object]) -> None:
         return
     gathered: list[Mapping[str, object]] = [{} for _ in range(groups.world)]
     dist.all_gather_object(gathered, dict(facts), group=groups.control)
+    for rank, theirs in enumerate(gathered):
+        if _ERROR in theirs:
+            raise PlanMismatchError(f"rank {rank} failed where others did not: {theirs[_ERROR]}")
     raise PlanMismatchError(
         f"ranks 0 and {other} derived different {what}: {first_difference(gathered[0], gathered[other])}. "
         "Build the same model with the same settings on every rank."
     )
+
+
+def failure(error: Exception) -> dict[str, object]:
+    """What a rank with an error brings to `agree` in place of facts."""
+    return {_ERROR: f"{type(error).__name__}: {error}"}
+
+
+def agree_despite(groups: Groups, what: str, error: Exception | None, facts: Mapping[str, object]) -> None:
+    """`agree`, and then raise this rank's own error if it has one: an error on any rank ends in an error on all, and
+    none of them hangs."""
+    try:
+        agree(groups, what, facts if error is None else failure(error))
+    except PlanMismatchError:
+        if error is not None:
+            raise error from None
+        raise
+    if error is not None:
+        raise error
+
+
+def derive_together(
+    groups: Groups, what: str, derive: Callable[[], T], facts_of: Callable[[T], Mapping[str, object]]
+) -> T:
+    """What `derive` returns, once all ranks have derived the same."""
+    error: Exception | None = None
+    derived: list[T] = []
+    facts: Mapping[str, object] = {}
+    try:
+        derived.append(derive())
+        facts = facts_of(derived[0])
+    except Exception as caught:
+        error = caught
+    agree_despite(groups, what, error, facts)
+    return derived[0]

@@ -6,6 +6,7 @@ collectives is the same on every rank even when ranks produce gradients in diffe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import torch
@@ -50,6 +51,7 @@ class GradReducer:
         # launched early.
         self._expected: dict[str, int] | None = None
         self._progress = [_Progress() for _ in storage.buckets]
+        self._late: set[int] = set()
         self._next = 0
         self.reset()
 
@@ -60,7 +62,8 @@ class GradReducer:
         index = self._bucket_of[fqn]
         progress = self._progress[index]
         if progress.phase is not BucketPhase.FILLING:
-            self._reopen(index)
+            self._wait(progress)  # memory is not ours while the collective is in flight
+            self._late.add(index)
         view = self._storage.grad_views[fqn]
         if fqn in self._written:
             view.add_(grad)
@@ -69,22 +72,39 @@ class GradReducer:
             self._written.add(fqn)
         if sync:
             self._arrivals[fqn] = self._arrivals.get(fqn, 0) + 1
-            if self._overlap and self._expected is not None and self._arrivals[fqn] == self._expected.get(fqn, 1):
+            if self._may_launch_early and self._arrivals[fqn] == self._expected_arrivals(fqn):
                 progress.pending -= 1
                 self._launch_ready()
 
-    def _reopen(self, index: int) -> None:
-        """A gradient came after its bucket was reduced (a second backward without `no_sync`): drop the result, the sum
-        is taken again in `finish`."""
-        progress = self._progress[index]
+    @property
+    def _may_launch_early(self) -> bool:
+        return self._overlap and self._expected is not None
+
+    def _expected_arrivals(self, fqn: str) -> int:
+        return self._expected.get(fqn, 1) if self._expected is not None else 1
+
+    @property
+    def late(self) -> frozenset[int]:
+        """Buckets that got a gradient on this rank after their reduction was launched (a second backward without
+        `no_sync`). Other
+        ranks may have other ones, so what to reduce again is for all of them to decide together."""
+        return frozenset(self._late)
+
+    def reduce_again(self, indices: Iterable[int]) -> None:
+        """Take the sum of these buckets anew: the same ones on every rank."""
+        with torch.no_grad():
+            for index in sorted(indices):
+                self._progress[index].handle = self._start(self._storage.buckets[index], self._ops[index])
+            for index in sorted(indices):
+                self._wait(self._progress[index])
+        self._late.clear()
+
+    @staticmethod
+    def _wait(progress: _Progress) -> None:
         if progress.handle is not None:
             progress.handle.wait()
             progress.handle = None
-        progress.phase = BucketPhase.FILLING
-        self._next = min(self._next, index)
-        # Early launches are over for this step: the count of arrivals no longer says when a bucket is full.
-        for later in self._progress:
-            later.pending += 1
+            progress.phase = BucketPhase.REDUCED
 
     def _launch_ready(self) -> None:
         while self._next < len(self._progress) and self._progress[self._next].pending <= 0:
@@ -111,29 +131,33 @@ class GradReducer:
 
     def finish(self) -> frozenset[str]:
         """Reduce what is left, wait for everything; returns the params that got no gradient on this rank."""
+        self._finish_round()
+        self._expected = dict(self._arrivals)
+        return frozenset(self._bucket_of).difference(self._written)
+
+    def _finish_round(self) -> None:
         with torch.no_grad():
             while self._next < len(self._progress):
                 self._launch(self._next)
             for progress in self._progress:
-                if progress.handle is not None:
-                    progress.handle.wait()
-                    progress.handle = None
-                progress.phase = BucketPhase.REDUCED
-        if self._arrivals:
-            self._expected = dict(self._arrivals)
-        return frozenset(self._bucket_of).difference(self._written)
+                self._wait(progress)
 
     def reset(self) -> None:
-        """Forget all gradients, draining what is in flight. Costs no pass over memory: the first write of a gradient
-        replaces what was there."""
+        """Forget all gradients. Costs no pass over memory: the first write of a gradient replaces what was there.
+
+        A round that was begun is finished first: other ranks may have launched buckets that this one has not, because
+        its gradients
+        were missing, and would wait for it for ever.
+        """
+        if self._may_launch_early and self._arrivals:
+            self._finish_round()
         for progress, bucket in zip(self._progress, self._storage.buckets, strict=True):
-            if progress.handle is not None:
-                progress.handle.wait()
-                progress.handle = None
+            self._wait(progress)
             progress.phase = BucketPhase.FILLING
             progress.pending = len(bucket.plan.placements)
         self._written.clear()
         self._arrivals.clear()
+        self._late.clear()
         self._next = 0
 
     @property

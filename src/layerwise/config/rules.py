@@ -1,4 +1,5 @@
-"""Update rules as values: which algorithm with which numbers. The arithmetic lives in `kernels`, the choice of params in `routing`."""
+"""Update rules as values: which algorithm with which numbers. The arithmetic lives in `kernels`, the choice of params
+in `routing`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def _problem_with(name: str, value: object) -> str | None:
-    """What is wrong with one field of a rule, as a sentence, or None. One place, so that every rule says it the same way."""
+    """What is wrong with one field of a rule, as a sentence, or None. One place, so that every rule says it the same
+    way."""
     if name in _CHOICES:
         if value not in _CHOICES[name]:
             return f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}."
@@ -36,7 +38,9 @@ def _problem_with(name: str, value: object) -> str | None:
         if not all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in value):
             return f"betas must each be in [0, 1), got {value!r}."
         return None
-    if name in ("coefficients", "steps", "nesterov"):
+    if name == "nesterov":
+        return None if isinstance(value, bool) else f"nesterov must be True or False, got {value!r}."
+    if name in ("coefficients", "steps"):
         return None
     if not _is_number(value):
         return f"{name} must be a finite number, got {value!r}."
@@ -54,7 +58,8 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """An update rule. `lr` and the other fields are starting values: the optimizer's param groups hold the live ones."""
+    """An update rule. `lr` and the other fields are starting values: the optimizer's param groups hold the live
+    ones."""
 
     kind: ClassVar[str]
     is_matrix_rule: ClassVar[bool]
@@ -73,6 +78,8 @@ class Rule:
             problem = _problem_with(field.name, getattr(self, field.name))
             if problem is not None:
                 raise ValueError(f"{type(self).__name__}: {problem}")
+            if field.name == "betas":  # a list from a config file: rules are hashed, so it becomes a tuple
+                object.__setattr__(self, "betas", tuple(self.betas))  # type: ignore[attr-defined]
 
     def options(self) -> dict[str, object]:
         """The fields as a param group holds them."""
@@ -83,7 +90,8 @@ class Rule:
 class Muon(Rule):
     """Momentum, orthogonalised by Newton-Schulz: `M = mu*M + (1-mu)*G`, `W -= lr * scale * orth(M)`.
 
-    Jordan (2024); the default scale and decoupled decay are Moonlight's (arXiv 2502.16982), which lets AdamW's lr be reused.
+    Jordan (2024); the default scale and decoupled decay are Moonlight's (arXiv 2502.16982), which lets AdamW's lr be
+    reused.
     """
 
     kind: ClassVar[str] = "muon"
@@ -105,7 +113,8 @@ class Muon(Rule):
     """standard iterates on the matrix, gram on its smaller Gram matrix; auto takes gram where it saves work."""
 
     scale: Scale = "rms"
-    """Update scale by matrix shape. rms: 0.2*sqrt(max), spectral: sqrt(max), shape: sqrt(max(1, rows/cols)), unit_rms: sqrt(rows/cols)."""
+    """Update scale by matrix shape. rms: 0.2*sqrt(max), spectral: sqrt(max), shape: sqrt(max(1, rows/cols)), unit_rms:
+    sqrt(rows/cols)."""
 
     extra_scale: float = 1.0
     """A constant on top of `scale`."""
@@ -114,13 +123,20 @@ class Muon(Rule):
     """Working dtype of Newton-Schulz. With bf16 the update also travels in bf16; otherwise in fp32."""
 
     tp_mode: str = "auto"
-    """How a tensor-parallel matrix is treated: auto orthogonalises the whole logical matrix once, wherever its blocks are stored."""
+    """How a tensor-parallel matrix is treated: auto orthogonalises the whole logical matrix once, wherever its blocks
+    are stored."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or isinstance(self.steps, bool):
             raise ValueError(f"{type(self).__name__}: steps must be an integer, got {self.steps!r}.")
         if not isinstance(self.coefficients, str):
-            object.__setattr__(self, "coefficients", tuple(tuple(triple) for triple in self.coefficients))
+            try:
+                triples = tuple(tuple(float(number) for number in triple) for triple in self.coefficients)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"{type(self).__name__}: coefficients must be a set's name or a list of (a, b, c), got {self.coefficients!r}."
+                ) from None
+            object.__setattr__(self, "coefficients", triples)
         problem = check_coefficients(self.coefficients, self.steps)
         if problem is not None:
             raise ValueError(f"{type(self).__name__}: {problem}")
@@ -128,7 +144,8 @@ class Muon(Rule):
 
     @property
     def wire_dtype(self) -> DType:
-        """What the update is rounded to before orthogonalisation, in every layout, so that all layouts agree bitwise."""
+        """What the update is rounded to before orthogonalisation, in every layout, so that all layouts agree
+        bitwise."""
         return DType.BF16 if self.ns_dtype == "bf16" else DType.FP32
 
 
@@ -147,7 +164,8 @@ class NorMuon(Muon):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaMuon(Muon):
-    """Muon on the sign of the momentum, with an element-wise second moment of the orthogonalised update (arXiv 2507.11005)."""
+    """Muon on the sign of the momentum, with an element-wise second moment of the orthogonalised update (arXiv
+    2507.11005)."""
 
     kind: ClassVar[str] = "adamuon"
 

@@ -245,6 +245,9 @@ def _out_dir_problems(out_dir: str) -> Iterator[Problem]:
     if out_dir == "":
         yield Problem("train.out_dir", "is empty: expected a folder for metrics and reports.")
         return
+    if "\0" in out_dir:
+        yield Problem("train.out_dir", f"{out_dir!r} holds a NUL, which no file name can.")
+        return
     try:
         nearest = Path(out_dir).absolute()
         while not nearest.exists() and nearest != nearest.parent:
@@ -253,5 +256,5 @@ def _out_dir_problems(out_dir: str) -> Iterator[Problem]:
             yield Problem("train.out_dir", f"{str(nearest)!r} is a file: expected a folder.")
         elif not os.access(nearest, os.W_OK | os.X_OK):
             yield Problem("train.out_dir", f"{str(nearest)!r} cannot be written to: permission denied.")
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except OSError as error:  # a name that is too long, say
         yield Problem("train.out_dir", f"{out_dir!r} cannot be a folder: {error}.")

@@ -47,12 +47,21 @@ class Plan:
         """Where the param of that name (or alias) goes, and why."""
         return self.routes[self.table.find(name).fqn]
 
-    def schedule(self, *, stats_numel: int, wire_dtypes: Mapping[tuple[str, int], DType] | None = None) -> CommSchedule:
-        """The collectives of one step; every cohort travels in bf16 unless `wire_dtypes` says otherwise."""
-        chosen = {(work.domain, cohort): DType.BF16 for work in self.works for cohort in range(work.num_cohorts)}
+    def schedule(
+        self,
+        *,
+        stats_numel: int,
+        wire_dtypes: Mapping[tuple[str, int], DType] | None = None,
+        exchange: bool = True,
+    ) -> CommSchedule:
+        """The collectives of one step. Every cohort travels in bf16 unless `wire_dtypes` says otherwise; without
+        `exchange` (matrices under an
+        element-wise rule) none does."""
+        works = self.works if exchange else ()
+        chosen = {(work.domain, cohort): DType.BF16 for work in works for cohort in range(work.num_cohorts)}
         return build_schedule(
             self.buffers,
-            self.works,
+            works,
             world=self.world,
             grad_dtype=self.grad_dtype,
             stats_numel=stats_numel,
@@ -130,8 +139,10 @@ class Plan:
         return "\n".join(lines)
 
 
-def resolve_layout(layout: str) -> Layout:
+def resolve_layout(layout: object) -> Layout:
     """`auto` to a layout, and an unknown name to an error."""
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be one of auto, {', '.join(LAYOUTS)}, got {layout!r}.")
     if layout == "auto":
         return "flat"
     for known in LAYOUTS:

@@ -3,6 +3,7 @@ vanish."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -21,15 +22,16 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (
-            self.initial > 0
-            and self.minimum > 0
-            and self.factor > 1
-            and self.growth_interval >= 1
-            and self.hysteresis >= 1
-        ):
+        for name in ("initial", "factor", "minimum"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and math.frexp(value)[0] == 0.5):
+                raise ValueError(
+                    f"LossScale: {name} must be a power of two, got {value!r}: other scales would round gradients."
+                )
+        if self.factor <= 1 or self.growth_interval < 1 or self.hysteresis < 1:
             raise ValueError(
-                f"LossScale: expected initial and minimum above 0, factor above 1, growth_interval and hysteresis at least 1, got {self}."
+                f"LossScale: expected factor above 1, growth_interval and hysteresis at least 1, got {self.factor!r}, "
+                f"{self.growth_interval!r} and {self.hysteresis!r}."
             )
 
 

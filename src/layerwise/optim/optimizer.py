@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Literal, Protocol, runtime_checkable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine
-from layerwise.comm.groups import NO_GROUPS, agree, default_world
-from layerwise.config.rules import Rule
+from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, default_world, derive_together
+from layerwise.config.rules import RULES_BY_KIND, Rule
 from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
 from layerwise.layout.schedule import CommSchedule
-from layerwise.optim.algorithms import number
 from layerwise.optim.groups import GroupPlan, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler
 from layerwise.optim.state import ExtraState, describe_spans, export_state, import_state
 from layerwise.optim.stats import ClipScope, StatsPass, StepStats, Totals, assign_norm_groups, clip_coefficients
 from layerwise.optim.update import Update
-
-
-@runtime_checkable
-class _HasEngine(Protocol):
-    engine: Engine
+from layerwise.routing.rules import RouteRule
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -37,6 +35,7 @@ class Optimizer(torch.optim.Optimizer):
         model: a `DataParallel`, or a plain `nn.Module`.
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
+        rules: routing rules for a plain module; a wrapped one has its own.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
         norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
@@ -54,6 +53,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         matrix: Rule,
         other: Rule,
+        rules: Sequence[RouteRule] | None = None,
         clip_grad_norm: float | None = None,
         clip: ClipScope = "all",
         norm_groups: Mapping[str, str] | None = None,
@@ -63,33 +63,47 @@ class Optimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
         strict_grads: bool = False,
     ) -> None:
-        _check_arguments(matrix, other, clip_grad_norm, clip, nonfinite, skip_above)
-        self._engine = _engine_of(model)
-        self._plain = not isinstance(model, _HasEngine)
+        _check_arguments(matrix, other, clip_grad_norm, clip, nonfinite, skip_above, loss_scale)
+        self._plain = not _is_wrapped(model)
+        self._engine = _engine_of(model, rules)
         self._clip_norm, self._clip_scope = clip_grad_norm, clip
         self._nonfinite, self._skip_above, self._strict = nonfinite, skip_above, strict_grads
         self._scaler = LossScaler(loss_scale) if loss_scale is not None else None
+        if loss_scale is None and any(buffer.key.dtype is DType.FP16 for buffer in self._engine.plan.buffers):
+            warnings.warn(
+                "params are fp16 and loss_scale is None: small gradients vanish. Pass LossScale().", stacklevel=2
+            )
         self._loss_was_scaled = False
         self._step_count = 0
         self.stats = StepStats()
-        storage, plan, communicator = self._engine.storage, self._engine.plan, self._engine.communicator
-        self._groups = plan_groups(plan, matrix=matrix, other=other)
-        norm_group_of = assign_norm_groups(plan, dict(norm_groups or {}))
-        self._stats_pass = StatsPass(storage, communicator, norm_group_of, zeros=count_zeros)
+        self._groups, norm_group_of = derive_together(
+            self._engine.groups,
+            "param groups",
+            lambda: (
+                plan_groups(self._engine.plan, matrix=matrix, other=other),
+                assign_norm_groups(self._engine.plan, dict(norm_groups or {})),
+            ),
+            lambda planned: {"groups": repr(planned)},
+        )
+        self._stats_pass = StatsPass(self._engine.storage, self._engine.communicator, norm_group_of, zeros=count_zeros)
+        self._exchange = matrix.is_matrix_rule
         self._wire_dtypes = _wire_dtypes(self._engine, self._groups)
         self._sealed = False
-        super().__init__([group.as_param_group(storage.params) for group in self._groups], {})
+        super().__init__([group.as_param_group(self._engine.storage.params) for group in self._groups], {})
         self._sealed = True
-        self._update = Update(self._engine, self._groups, norm_group_of, self.schedule)
-        self._fixed_options = [group["ns_dtype"] for group in self.param_groups if "ns_dtype" in group]
-        self._publish_state()
+        self._update = Update(self._engine, self._groups, norm_group_of, self.schedule, self._exchange)
+        self._planned_ns_dtypes = self._ns_dtypes()
+        for fqn, tensors in self._update.state_by_fqn().items():
+            self.state[self._engine.storage.params[fqn]] = tensors
         agree(self._engine.groups, "optimizer settings", self._facts())
         self._engine.has_optimizer = True
 
-    @property
+    @cached_property
     def schedule(self) -> CommSchedule:
         """Every collective of one step, in order; `stats.bytes_by_collective` adds up to its bytes."""
-        return self._engine.plan.schedule(stats_numel=self._stats_pass.numel, wire_dtypes=self._wire_dtypes)
+        return self._engine.plan.schedule(
+            stats_numel=self._stats_pass.numel, wire_dtypes=self._wire_dtypes, exchange=self._exchange
+        )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the current loss scale; `step()` divides the gradients by it again."""
@@ -108,15 +122,14 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._preflight()
-        scale = self._scaler.scale if self._scaler is not None else 1.0
         if self._plain:
             self._collect_gradients()
-        missing = self._engine.reducer.finish()
-        self._update.widen()
-        divisor = self._engine.groups.world * scale
-        totals = self._stats_pass.reduce(missing, repr(self._settings()), divisor)
+        self._engine.storage.pull_changed_params()
+        problem = self._preflight()
+        divisor = self._engine.groups.world * (self._scaler.scale if self._scaler is not None else 1.0)
         try:
+            totals = self._reduce(repr([self._settings(), problem]), divisor)
+            self._check_agreement(totals, problem)
             self._finish(totals, divisor)
         finally:
             self._engine.reducer.reset()
@@ -124,9 +137,22 @@ class Optimizer(torch.optim.Optimizer):
             self._loss_was_scaled = False
         return loss
 
+    def _reduce(self, settings: str, divisor: float) -> Totals:
+        """Finish the reductions and take the statistics; again for buckets that were reduced too early on any rank."""
+        reducer = self._engine.reducer
+        missing = reducer.finish()
+        self._update.widen()
+        totals = self._stats_pass.reduce(missing=missing, late=reducer.late, settings=settings, divisor=divisor)
+        if totals.late:
+            reducer.reduce_again(totals.late)
+            self._update.widen()
+            totals = self._stats_pass.reduce(missing=missing, late=reducer.late, settings=settings, divisor=divisor)
+        return totals
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a backward that failed half way."""
         self._engine.reducer.reset()
+        self._loss_was_scaled = False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
@@ -135,6 +161,12 @@ class Optimizer(torch.optim.Optimizer):
                 "params cannot be added after construction: they have no place in the buffers. Build the model whole, then wrap it."
             )
         super().add_param_group(param_group)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Optimizer:
+        raise TypeError("an Optimizer cannot be copied: its state lives in the model's buffers. Use state_dict().")
+
+    def __getstate__(self) -> dict[str, object]:
+        raise TypeError("an Optimizer cannot be pickled: its state lives in the model's buffers. Use state_dict().")
 
     def state_dict(self) -> dict[str, object]:
         """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Pure: nothing is
@@ -145,7 +177,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
         it on every rank."""
-        extra = import_state(self, state_dict, self._extra_state())
+        extra = import_state(self, state_dict, self._extra_state(), fixed=("ns_dtype",))
         self._step_count = extra["step"]
         if self._scaler is not None and extra["loss_scale"] is not None:
             self._scaler.load_state_dict(extra["loss_scale"])
@@ -161,21 +193,10 @@ class Optimizer(torch.optim.Optimizer):
             "loss_scale": self._scaler.state_dict() if self._scaler is not None else None,
         }
 
-    def _publish_state(self) -> None:
-        """Expose this rank's state through `self.state`, the same keys on every rank; views, so that loading writes
-        through."""
-        for fqn, tensors in self._update.state_by_fqn().items():
-            self.state[self._engine.storage.params[fqn]] = tensors
-
     def _facts(self) -> dict[str, object]:
-        return {
-            "groups": [
-                {"label": f"param group {index}", "fqns": ",".join(group.fqns)}
-                for index, group in enumerate(self._groups)
-            ],
-            "settings": self._settings(),
-            "collectives": [[op.phase, op.kind, op.label, str(op.dtype), op.numel] for op in self.schedule.ops],
-        }
+        """What all ranks must have in common from the start."""
+        ops = [[op.phase, op.kind, op.label, str(op.dtype), op.numel] for op in self.schedule.ops]
+        return {"settings": self._settings(), "collectives": ops}
 
     def _settings(self) -> dict[str, object]:
         """What all ranks must have in common at a step."""
@@ -193,17 +214,29 @@ class Optimizer(torch.optim.Optimizer):
             ],
         }
 
-    def _preflight(self) -> None:
-        """Everything that can be wrong before the first collective, on this rank's own knowledge."""
-        self._engine.check_trainables()
-        self._engine.storage.check_aliases()
+    def _preflight(self) -> Exception | None:
+        """What this rank alone can see to be wrong. It is raised after the stats, when all ranks know: one that raised
+        before would leave the
+        others waiting in a collective."""
+        try:
+            self._engine.check_trainables()
+            self._engine.storage.check_aliases()
+            self._check_options()
+            if not self._plain:
+                self._engine.storage.check_no_grads()
+        except Exception as error:
+            return error
+        return None
+
+    def _check_options(self) -> None:
+        """Live options must still make a rule: a scheduler or the user may have put anything there."""
         for index, group in enumerate(self.param_groups):
-            lr = number(group, "lr")
-            if not 0.0 <= lr < float("inf"):
-                raise ValueError(
-                    f"param group {index} ({group['rule']}) has lr {group['lr']!r}: expected a finite number that is not negative."
-                )
-        if [group["ns_dtype"] for group in self.param_groups if "ns_dtype" in group] != self._fixed_options:
+            rule = RULES_BY_KIND[str(group["rule"])]
+            try:
+                rule(**{field.name: _plain(group[field.name]) for field in fields(rule)})  # type: ignore[arg-type]
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"param group {index} ({group['rule']}) is not valid any more: {error}") from None
+        if self._ns_dtypes() != self._planned_ns_dtypes:
             raise StateError(
                 "ns_dtype was changed after construction: the exchange was planned with another dtype. Build a new Optimizer."
             )
@@ -212,25 +245,38 @@ class Optimizer(torch.optim.Optimizer):
                 "step() with loss_scale set, but the loss was not scaled: call optimizer.scale_loss(loss).backward()."
             )
 
+    def _ns_dtypes(self) -> list[object]:
+        return [group.get("ns_dtype") for group in self.param_groups]
+
     def _collect_gradients(self) -> None:
-        """A plain module has no hooks: its gradients are where torch leaves them."""
+        """A plain module has no hooks: its gradients are taken from where torch leaves them."""
         self._engine.reducer.reset()
         for fqn, param in self._engine.storage.params.items():
             if param.grad is not None:
+                refuse_sparse(fqn, param.grad)
                 self._engine.reducer.write(fqn, param.grad, sync=False)
+                param.grad = None
 
-    def _finish(self, totals: Totals, divisor: float) -> None:
-        """Decide from reduced values, act, and record."""
+    def _check_agreement(self, totals: Totals, problem: Exception | None) -> None:
+        """Raise on every rank if any of them has a problem or other settings, or if a gradient that must be there is
+        not."""
+        world = self._engine.groups.world
         if not totals.consistent:
-            agree(self._engine.groups, "optimizer settings", self._settings())
+            agree_despite(self._engine.groups, "optimizer settings", problem, self._settings())
             raise PlanMismatchError(
                 "ranks called step() with different optimizer settings, which have changed back since."
             )
+        if problem is not None:
+            raise problem
         if self._strict and totals.missing:
-            names = [f"{fqn} ({count} of {self._engine.groups.world} ranks)" for fqn, count in totals.missing.items()]
+            names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items()]
             raise StateError(
-                f"no gradient for {listed(names)}: strict_grads=True expects one for every trainable param. Freeze what is unused."
+                f"no gradient for {listed(names)}: strict_grads=True expects one for every trainable param. "
+                "Freeze what is unused."
             )
+
+    def _finish(self, totals: Totals, divisor: float) -> None:
+        """Decide from reduced values, act, and record."""
         coefficients = clip_coefficients(totals, self._stats_pass.names, self._clip_norm, self._clip_scope)
         reason = self._skip_reason(totals)
         if self._scaler is not None:
@@ -265,6 +311,11 @@ class Optimizer(torch.optim.Optimizer):
         return ""
 
 
+def _plain(value: object) -> object:
+    """A live option as the rule takes it: schedulers may have put a tensor there."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 def _stats_from(totals: Totals, coefficients: Mapping[str, float]) -> StepStats:
     return StepStats(
         grad_norm=totals.norm("matrix", "other"),
@@ -276,14 +327,23 @@ def _stats_from(totals: Totals, coefficients: Mapping[str, float]) -> StepStats:
     )
 
 
-def _engine_of(model: nn.Module) -> Engine:
+def _is_wrapped(model: object) -> bool:
+    return isinstance(getattr(model, "engine", None), Engine)
+
+
+def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None) -> Engine:
     """The engine of a wrapped model, or a new one for a plain module in a single process."""
-    if isinstance(model, _HasEngine):
-        if model.engine.has_optimizer:
+    engine = getattr(model, "engine", None)
+    if isinstance(engine, Engine):
+        if rules is not None:
+            raise ValueError(
+                "rules were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
+            )
+        if engine.has_optimizer:
             raise StateError(
                 "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it."
             )
-        return model.engine
+        return engine
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
@@ -297,11 +357,12 @@ def _engine_of(model: nn.Module) -> Engine:
         model,
         NO_GROUPS,
         layout="flat",
-        rules=None,
+        rules=rules,
         bucket_mib=None,
         grad_dtype=torch.float32,
         overlap_grad_reduce=False,
         check_collectives=False,
+        hooked=False,
     )
 
 
@@ -318,7 +379,13 @@ def _wire_dtypes(engine: Engine, groups: tuple[GroupPlan, ...]) -> dict[tuple[st
 
 
 def _check_arguments(
-    matrix: Rule, other: Rule, clip_grad_norm: float | None, clip: str, nonfinite: str, skip_above: float | None
+    matrix: Rule,
+    other: Rule,
+    clip_grad_norm: float | None,
+    clip: str,
+    nonfinite: str,
+    skip_above: float | None,
+    loss_scale: object,
 ) -> None:
     for name, rule in (("matrix", matrix), ("other", other)):
         if not isinstance(rule, Rule):
@@ -326,8 +393,10 @@ def _check_arguments(
                 f"{name} must be a rule such as layerwise.{'Muon' if name == 'matrix' else 'AdamW'}(lr=...), got {rule!r}."
             )
     for name, bound in (("clip_grad_norm", clip_grad_norm), ("skip_above", skip_above)):
-        if bound is not None and not bound > 0:
-            raise ValueError(f"{name} must be positive, got {bound!r}. None switches it off.")
+        if bound is not None and not (isinstance(bound, int | float) and bound > 0):
+            raise ValueError(f"{name} must be a positive number, got {bound!r}. None switches it off.")
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise TypeError(f"loss_scale must be a layerwise.LossScale or None, got {loss_scale!r}.")
     if clip not in ("all", "other-only", "none"):
         raise ValueError(f"clip must be 'all', 'other-only' or 'none', got {clip!r}.")
     if nonfinite not in ("skip", "raise", "ignore"):

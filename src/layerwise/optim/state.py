@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -32,53 +32,80 @@ def export_state(state_dict: dict[str, object], extra: ExtraState) -> dict[str, 
     return {**state_dict, _KEY: extra}
 
 
-def import_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object], mine: ExtraState) -> ExtraState:
-    """Copy a state dict into the optimizer's tensors and param groups; returns our own entry of it."""
-    for key in ("state", "param_groups", _KEY):
-        if key not in state_dict:
-            raise ValueError(f"state dict has no {key!r}: expected one that layerwise.Optimizer.state_dict() wrote.")
-    theirs: ExtraState = state_dict[_KEY]  # type: ignore[assignment]
-    if theirs["spans"] != mine["spans"]:
+def import_state(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object], mine: ExtraState, fixed: Sequence[str]
+) -> ExtraState:
+    """Copy a state dict into the optimizer's tensors and param groups; returns our own entry of it. `fixed` options
+    cannot change."""
+    saved = _Saved.of(state_dict)
+    if saved.extra["spans"] != mine["spans"]:
         raise ValueError(
-            f"state dict belongs to another layout: it was written under plan {theirs['plan'][:12]}, this rank has plan "
+            f"state dict belongs to another layout: it was written under plan {saved.extra['plan'][:12]}, this rank has plan "
             f"{mine['plan'][:12]}. A state dict fits the same rank of the same plan only."
         )
-    if (theirs["loss_scale"] is None) != (mine["loss_scale"] is None):
+    if (saved.extra["loss_scale"] is None) != (mine["loss_scale"] is None):
         raise ValueError(
             "state dict and optimizer differ in loss scaling: one has it, the other has not. Construct them alike."
         )
-    pairs = _matched(optimizer, state_dict)
-    for target, source in pairs:
-        target.copy_(source)
-    saved_groups: list[dict[str, object]] = state_dict["param_groups"]  # type: ignore[assignment]
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        group.update({name: value for name, value in saved.items() if name not in ("params", "fqns", "rule")})
-    return theirs
-
-
-def _matched(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object]) -> list[tuple[Tensor, Tensor]]:
-    """Every tensor to be written with what goes into it; raises on the first that does not fit, before anything is
-    written."""
-    saved_groups: list[dict[str, object]] = state_dict["param_groups"]  # type: ignore[assignment]
-    saved_state: dict[int, dict[str, Tensor]] = state_dict["state"]  # type: ignore[assignment]
-    if len(saved_groups) != len(optimizer.param_groups):
+    if len(saved.groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"state dict has {len(saved_groups)} param groups, the optimizer {len(optimizer.param_groups)}."
+            f"state dict has {len(saved.groups)} param groups, the optimizer {len(optimizer.param_groups)}."
         )
     pairs = []
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
-        if (saved.get("rule"), saved.get("fqns")) != (group["rule"], group["fqns"]):
+    for index, (group, theirs) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
+        _check_group(index, group, theirs, fixed)
+        for fqn, param, key in zip(group["fqns"], group["params"], theirs["params"], strict=True):
+            pairs += _matched(fqn, optimizer.state[param], saved.state.get(key, {}))
+    for target, source in pairs:
+        target.copy_(source)
+    for group, theirs in zip(optimizer.param_groups, saved.groups, strict=True):
+        group.update({name: value for name, value in theirs.items() if name != "params"})
+    return saved.extra
+
+
+class _Saved(NamedTuple):
+    """A state dict whose outer shape is known to be right."""
+
+    state: Mapping[object, Mapping[str, Tensor]]
+    groups: Sequence[Mapping[str, Any]]
+    extra: ExtraState
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any]) -> _Saved:
+        for key in ("state", "param_groups", _KEY):
+            if key not in state_dict:
+                raise ValueError(
+                    f"state dict has no {key!r}: expected one that layerwise.Optimizer.state_dict() wrote."
+                )
+        extra = state_dict[_KEY]
+        lacking = sorted(ExtraState.__required_keys__ - set(extra))
+        if lacking:
+            raise ValueError(f"state dict entry {_KEY!r} lacks {', '.join(map(repr, lacking))}.")
+        return cls(state_dict["state"], state_dict["param_groups"], extra)
+
+
+def _check_group(index: int, group: Mapping[str, Any], theirs: Mapping[str, Any], fixed: Sequence[str]) -> None:
+    """Raise unless a saved param group fits the live one: the same params under the same rule, with all of its
+    options."""
+    for name in ("rule", "fqns", *fixed):
+        if group.get(name) != theirs.get(name):
             raise ValueError(
-                f"param group {index} of the state dict has other params or another rule than the optimizer's ({group['rule']})."
+                f"param group {index} of the state dict has another {name!r} than the optimizer: "
+                f"{theirs.get(name)!r} against {group.get(name)!r}."
             )
-        for fqn, param, key in zip(group["fqns"], group["params"], saved["params"], strict=True):  # type: ignore[call-overload]
-            for name, target in optimizer.state[param].items():
-                source = saved_state.get(key, {}).get(name)
-                if source is None:
-                    raise ValueError(f"state dict lacks {name!r} of param {fqn!r}.")
-                if source.shape != target.shape or source.dtype != target.dtype:
-                    raise ValueError(
-                        f"state dict has {name!r} of param {fqn!r} as {tuple(source.shape)} {source.dtype}: expected {tuple(target.shape)} {target.dtype}."
-                    )
-                pairs.append((target, source))
-    return pairs
+    lacking = sorted(set(group) - set(theirs))
+    if lacking:
+        raise ValueError(f"param group {index} of the state dict lacks {', '.join(map(repr, lacking))}.")
+
+
+def _matched(fqn: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Every tensor of a param with what goes into it; raises if they do not fit."""
+    if set(mine) != set(theirs):
+        raise ValueError(f"state dict has {sorted(theirs)} for param {fqn!r}: expected {sorted(mine)}.")
+    for name, target in mine.items():
+        if theirs[name].shape != target.shape or theirs[name].dtype != target.dtype:
+            raise ValueError(
+                f"state dict has {name!r} of param {fqn!r} as {tuple(theirs[name].shape)} {theirs[name].dtype}: "
+                f"expected {tuple(target.shape)} {target.dtype}."
+            )
+    return [(target, theirs[name]) for name, target in mine.items()]

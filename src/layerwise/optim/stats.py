@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class Totals:
     num_zeros: int | None
     missing: Mapping[str, int]
     nonfinite: tuple[str, ...]
+    late: tuple[int, ...]
+    """Buckets that got a gradient on some rank after their reduction: they have to be reduced again, by all."""
     consistent: bool
     divisor: float
     """From sums to averages."""
@@ -88,6 +90,18 @@ def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str]) -> dict[str, 
     }
 
 
+class _Parts(NamedTuple):
+    """Views of the vector that is reduced, in its order."""
+
+    groups: Tensor  # squared sums, one per norm group
+    zeros: Tensor  # one count
+    words: Tensor  # hash of the settings
+    squared_words: Tensor
+    late: Tensor  # one count per bucket
+    missing: Tensor  # one count per param
+    nonfinite: Tensor  # one count per param
+
+
 class StatsPass:
     """Collects and reduces the statistics of one step's gradients."""
 
@@ -105,6 +119,8 @@ class StatsPass:
         pairs = [(bucket, span) for bucket in counted for span in bucket.spans]
         self._spans = [bucket.work[span.shard_offset : span.shard_offset + span.numel] for bucket, span in pairs]
         self._device = storage.buckets[0].work.device
+        self._num_buckets = len(storage.buckets)
+        self._sizes = [len(self.names), 1, _NUM_WORDS, _NUM_WORDS, self._num_buckets, len(self._fqns), len(self._fqns)]
         self._slots = torch.tensor(
             [slot[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
@@ -112,52 +128,51 @@ class StatsPass:
 
     @property
     def numel(self) -> int:
-        """Length of the vector: a sum per norm group, zeros, consistency words and their squares, and two counts per
-        param."""
-        return len(self.names) + 1 + 2 * _NUM_WORDS + 2 * len(self._fqns)
+        """Length of the vector."""
+        return sum(self._sizes)
 
     @property
     def op(self) -> CommOp:
         return stats_op(self.numel, self._communicator.world)
 
-    def reduce(self, missing: frozenset[str], settings: str, divisor: float) -> Totals:
+    def reduce(self, *, missing: frozenset[str], late: frozenset[int], settings: str, divisor: float) -> Totals:
         """One pass over sums of gradients, one all-reduce, one read-back.
 
         Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is
-        too, on any number of ranks. `settings` describes everything that all ranks must have in common at this step.
+        too, on
+        any number of ranks. `settings` describes everything that all ranks must have in common at this step.
         """
         vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
-        groups, zeros, words, params = self._parts(vector)
+        parts = self._parts(vector)
         sums = square_sums(self._spans).to(self._device)
-        groups.index_add_(0, self._slots, sums)
+        parts.groups.index_add_(0, self._slots, sums)
         if self._zeros:
-            zeros += count_zeros(self._spans)
-        mine = torch.tensor(_words(settings), dtype=torch.float64, device=self._device)
-        words[0].copy_(mine)
-        words[1].copy_(mine.square())
-        params[0].copy_(torch.tensor([float(fqn in missing) for fqn in self._fqns], dtype=torch.float64))
-        params[1].index_add_(0, self._params, (~torch.isfinite(sums)).double())
+            parts.zeros.add_(count_zeros(self._spans))
+        words = torch.tensor(_words(settings), dtype=torch.float64, device=self._device)
+        parts.words.copy_(words)
+        parts.squared_words.copy_(words.square())
+        parts.late.copy_(
+            torch.tensor([float(index in late) for index in range(self._num_buckets)], dtype=torch.float64)
+        )
+        parts.missing.copy_(torch.tensor([float(fqn in missing) for fqn in self._fqns], dtype=torch.float64))
+        parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._read(vector.cpu(), divisor)
+        return self._read(self._parts(vector.cpu()), divisor)
 
-    def _parts(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views of the vector: norm groups, zero count, (words, squares), (missing, nonfinite) per param."""
-        sizes = [len(self.names), 1, 2 * _NUM_WORDS, 2 * len(self._fqns)]
-        groups, zeros, words, params = torch.split(vector, sizes)
-        return groups, zeros, words.view(2, _NUM_WORDS), params.view(2, len(self._fqns))
+    def _parts(self, vector: Tensor) -> _Parts:
+        return _Parts(*torch.split(vector, self._sizes))
 
-    def _read(self, vector: Tensor, divisor: float) -> Totals:
-        groups, zeros, words, params = self._parts(vector)
+    def _read(self, parts: _Parts, divisor: float) -> Totals:
         # All ranks sent the same word exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from reduced
         # values.
-        consistent = bool((words[1] * self._communicator.world == words[0].square()).all())
-        missing, nonfinite = params.tolist()
+        same = parts.squared_words * self._communicator.world == parts.words.square()
         return Totals(
-            square_sums=dict(zip(self.names, groups.tolist(), strict=True)),
-            num_zeros=int(zeros) if self._zeros else None,
-            missing={fqn: int(count) for fqn, count in zip(self._fqns, missing, strict=True) if count},
-            nonfinite=tuple(fqn for fqn, count in zip(self._fqns, nonfinite, strict=True) if count),
-            consistent=consistent,
+            square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
+            num_zeros=int(parts.zeros) if self._zeros else None,
+            missing={fqn: int(count) for fqn, count in zip(self._fqns, parts.missing.tolist(), strict=True) if count},
+            nonfinite=tuple(fqn for fqn, count in zip(self._fqns, parts.nonfinite.tolist(), strict=True) if count),
+            late=tuple(index for index, count in enumerate(parts.late.tolist()) if count),
+            consistent=bool(same.all()),
             divisor=divisor,
         )
 

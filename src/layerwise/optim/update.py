@@ -47,7 +47,12 @@ class Update:
     """Everything between reduced gradients and new masters, on this rank."""
 
     def __init__(
-        self, engine: Engine, groups: Sequence[GroupPlan], norm_group_of: Mapping[str, str], schedule: CommSchedule
+        self,
+        engine: Engine,
+        groups: Sequence[GroupPlan],
+        norm_group_of: Mapping[str, str],
+        schedule: CommSchedule,
+        exchange: bool,
     ) -> None:
         self._engine = engine
         self._buckets = engine.storage.buckets
@@ -65,11 +70,10 @@ class Update:
                 self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append(part)
         self._cohorts = [
             [
-                Cohort(engine.storage, engine.communicator, schedule, work, number_, self._group_of)
-                for number_ in range(work.num_cohorts)
+                Cohort(engine.storage, engine.communicator, schedule, work, cohort, self._group_of)
+                for cohort in range(work.num_cohorts)
             ]
-            for work in engine.plan.works
-            if all(groups[self._group_of[item.matrix.fqn]].rule.is_matrix_rule for item in work.items)
+            for work in (engine.plan.works if exchange else ())
         ]
         self._home_state = {
             batch: {

@@ -67,6 +67,7 @@ class DataParallel(nn.Module):
             grad_dtype=grad_dtype,
             overlap_grad_reduce=overlap_grad_reduce,
             check_collectives=check_collectives,
+            hooked=True,
         )
         self.engine.spread_from_first()
         self._sync = True
@@ -90,9 +91,17 @@ class DataParallel(nn.Module):
         finally:
             self._sync = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, as `optimizer.zero_grad()` does."""
+        self.engine.reducer.reset()
+        super().zero_grad(set_to_none)
+
     def pull_from_replicas(self) -> None:
-        """Call after changing weights in place (`param.data.copy_()`, `load_state_dict`), so that the optimizer goes on
-        from them."""
+        """Call after changing weights behind torch's back (`param.data.copy_()`), so that the optimizer goes on from
+        them.
+
+        `load_state_dict` and in-place changes under `torch.no_grad()` are noticed without it.
+        """
         self.engine.pull_from_replicas()
 
     def _take_gradient(self, fqn: str) -> Callable[[Tensor], None]:

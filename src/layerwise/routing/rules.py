@@ -164,9 +164,17 @@ def _default_route(param: ParamSpec) -> Route:
     raise AssertionError("the last default rule takes every param")
 
 
+def _checked(rules: object) -> tuple[RouteRule, ...]:
+    if rules is None:
+        return ()
+    if not isinstance(rules, list | tuple) or not all(isinstance(rule, RouteRule) for rule in rules):
+        raise TypeError(f"rules must be a list of layerwise.RouteRule, got {rules!r}.")
+    return tuple(rules)
+
+
 def route_params(table: ParamTable, rules: Sequence[RouteRule] | None = None) -> dict[str, Route]:
     """A route for every param. A user's rule that matches nothing is an error: it was meant for something."""
-    rules = tuple(rules or ())
+    rules = _checked(rules)
     unmatched = dict(enumerate(rules, start=1))
     routes: dict[str, Route] = {}
     for param in table:

@@ -1,0 +1,34 @@
+# `make train` and `make test` set up everything they need in .venv with nothing but Python and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test lint reliability clean
+
+train: $(READY)
+	$(BIN)/layerwise train configs/tiny.toml --nproc 2
+
+test: $(READY) lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+# Every figure of the reliability board at full count, each with its control.
+reliability: $(READY)
+	$(BIN)/python -m tests.reliability all
+
+# torch is asked for by exact version first: any looser request may fetch a CUDA build of several gigabytes.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,91 @@
+"""The shape of the house, where the import contract of pyproject.toml cannot see it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import layerwise
+
+SOURCE = Path(layerwise.__file__).parent
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+
+
+def imported_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return names
+
+
+def uses_attribute(tree: ast.Module, owner: str, attribute: str) -> bool:
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == attribute
+        and isinstance(node.value, ast.Name)
+        and node.value.id == owner
+        for node in ast.walk(tree)
+    )
+
+
+def test_torch_distributed_is_used_in_comm_only() -> None:
+    offenders = [
+        name
+        for name, tree in modules()
+        if not name.startswith("comm/")
+        and (
+            any(used.startswith("torch.distributed") for used in imported_names(tree))
+            or uses_attribute(tree, "torch", "distributed")
+        )
+    ]
+    assert offenders == []
+
+
+def test_only_one_module_imports_tyro_and_only_one_imports_rich() -> None:
+    for package, home in (("tyro", "cli/main.py"), ("rich", "cli/console.py")):
+        users = {
+            name for name, tree in modules() if any(used.split(".")[0] == package for used in imported_names(tree))
+        }
+        assert users <= {home}, f"{package} is imported by {sorted(users)}"
+
+
+def test_user_errors_are_never_asserts() -> None:
+    """`python -O` drops asserts; what a user can get wrong must still be refused there."""
+    asserts = [f"{name}:{node.lineno}" for name, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert asserts == []
+
+
+def test_the_public_names_are_pinned() -> None:
+    assert sorted(layerwise.__all__) == [
+        "AdaMuon",
+        "AdamW",
+        "DataParallel",
+        "Lion",
+        "LossScale",
+        "Muon",
+        "NorMuon",
+        "Optimizer",
+        "RouteRule",
+        "__version__",
+    ]
+    assert all(getattr(layerwise, name) is not None for name in layerwise.__all__)
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, layerwise, layerwise.layout.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_module_is_called_utils() -> None:
+    vague = {"utils.py", "helpers.py", "common.py", "misc.py"}
+    assert [name for name, _ in modules() if name.split("/")[-1] in vague] == []

@@ -21,8 +21,8 @@ from layerwise.config.schema import TrainConfig
 from layerwise.train.loop import train
 
 RESULTS = Path(__file__).parent / "results" / "convergence.json"
-STEPS = 300
-LRS = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.001, 0.002, 0.004, 0.008)}
+STEPS = 600
+LRS = {"muon": (0.0025, 0.005, 0.01, 0.02), "adamw": (0.0005, 0.001, 0.002, 0.004, 0.008)}
 """Each sweep has its best value inside, not at an end; `main` says so if it has not."""
 
 
@@ -30,28 +30,42 @@ def config_for(rule: str, lr: float) -> TrainConfig:
     base = TrainConfig()
     return replace(
         base,
-        model=replace(base.model, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, seq_len=128),
-        train=replace(base.train, steps=STEPS, batch_size=16, eval_every=0, eval_sequences=128, log_every=STEPS, seed=1),
+        model=replace(base.model, d_model=192, n_layers=6, n_heads=6, n_kv_heads=2, seq_len=256),
+        train=replace(
+            base.train, steps=STEPS, batch_size=32, eval_every=0, eval_sequences=128, log_every=STEPS, seed=1
+        ),
         optim=replace(base.optim, rule=rule, lr=lr, other_lr=0.003 if rule == "muon" else lr),
     )
 
 
 def main() -> int:
-    torch.set_num_threads(2)
-    ranks = launch.start(device="cpu")
+    ranks = launch.start()
     runs = []
     for rule, lrs in LRS.items():
         for lr in lrs:
             started = time.perf_counter()
             end = train(config_for(rule, lr), ranks)
-            runs.append({"rule": rule, "lr": lr, "val_bpb": round(end.final_val_bpb, 4), "seconds": round(time.perf_counter() - started, 1)})
+            runs.append(
+                {
+                    "rule": rule,
+                    "lr": lr,
+                    "val_bpb": round(end.final_val_bpb, 4),
+                    "seconds": round(time.perf_counter() - started, 1),
+                }
+            )
             print(runs[-1], flush=True)
     best = {rule: min((run for run in runs if run["rule"] == rule), key=lambda run: run["val_bpb"]) for rule in LRS}
+    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
     at_an_end = [rule for rule, run in best.items() if run["lr"] in (LRS[rule][0], LRS[rule][-1])]
     report = {
         "what": "validation loss in bits per byte after equal steps, best learning rate of each sweep",
         "command": "python benchmarks/convergence.py",
-        "host": {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__},
+        "host": {
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": device,
+        },
         "steps": STEPS,
         "runs": runs,
         "best": best,

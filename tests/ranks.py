@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +23,13 @@ _CONTEXT.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
+        "pytest",
         "torch._dynamo",  # torch.optim.Optimizer imports it on first use, 1.5 s
         "layerwise.optim.optimizer",
         "layerwise.parallel.data_parallel",
         "tests.worlds",
+        "tests.distributed.jobs",
+        "tests.reliability.misuse",
     ]
 )
 
@@ -35,7 +40,18 @@ class RankFailure(AssertionError):
     """At least one rank raised, died or did not answer."""
 
 
-def _rank_main(rank: int, world: int, rendezvous: str, job: Callable[..., Any], args: tuple[Any, ...], outbox: Any) -> None:
+@dataclass(frozen=True)
+class _Seat:
+    """Where one rank sits: its number, the file at which ranks meet, how long a collective may take, and where answers go."""
+
+    rank: int
+    world: int
+    rendezvous: str
+    pg_timeout_s: float
+    outbox: Any
+
+
+def _rank_main(seat: _Seat, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -43,45 +59,36 @@ def _rank_main(rank: int, world: int, rendezvous: str, job: Callable[..., Any], 
     torch.manual_seed(0)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=PG_TIMEOUT_S)
+            "gloo",
+            init_method=f"file://{seat.rendezvous}",
+            rank=seat.rank,
+            world_size=seat.world,
+            timeout=timedelta(seconds=seat.pg_timeout_s),
         )
-        outbox.put((rank, job(rank, world, *args), None))
+        # Pickled here, as bytes: the queue would share tensors through memory that goes when this process does.
+        seat.outbox.put((seat.rank, pickle.dumps(job(seat.rank, seat.world, *args)), None))
     except BaseException:
-        outbox.put((rank, None, traceback.format_exc()))
+        seat.outbox.put((seat.rank, None, traceback.format_exc()))
     finally:
-        outbox.close()
-        outbox.join_thread()
+        seat.outbox.close()
+        seat.outbox.join_thread()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def run_ranks(world: int, job: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:
+def run_ranks(
+    world: int, job: Callable[..., Any], *args: Any, timeout_s: float = 90.0, pg_timeout_s: float = PG_TIMEOUT_S
+) -> list[Any]:
     """`[job(rank, world, *args) for each rank]`, all at once. `job` is a module-level function; results are plain data or CPU tensors."""
     outbox = _CONTEXT.Queue()
-    results: dict[int, Any] = {}
-    errors: dict[int, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            _CONTEXT.Process(target=_rank_main, args=(rank, world, os.path.join(folder, "meet"), job, args, outbox), daemon=True)
-            for rank in range(world)
-        ]
+        seats = [_Seat(rank, world, os.path.join(folder, "meet"), pg_timeout_s, outbox) for rank in range(world)]
+        processes = [_CONTEXT.Process(target=_rank_main, args=(seat, job, args), daemon=True) for seat in seats]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout_s
+        errors: dict[int, str] = {}
         try:
-            while len(results) + len(errors) < world:
-                try:
-                    rank, value, error = outbox.get(timeout=max(0.05, min(1.0, deadline - time.monotonic())))
-                except queue.Empty:
-                    if time.monotonic() > deadline:
-                        errors[-1] = f"ranks {sorted(set(range(world)) - set(results) - set(errors))} did not answer within {timeout_s} s"
-                        break
-                    continue
-                if error is None:
-                    results[rank] = value
-                else:
-                    errors[rank] = error
-                    deadline = min(deadline, time.monotonic() + 3.0)  # its peers may be stuck in a collective: do not wait long for them
+            results, errors = _answers(processes, outbox, timeout_s)
         finally:
             for process in processes:
                 process.join(timeout=0.5 if errors else 10)
@@ -91,6 +98,32 @@ def run_ranks(world: int, job: Callable[..., Any], *args: Any, timeout_s: float 
     if errors:
         raise RankFailure("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
     return [results[rank] for rank in range(world)]
+
+
+def _answers(processes: list[Any], outbox: Any, timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and tracebacks by rank, once all ranks have answered, died, or had their time."""
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s
+    while silent := [rank for rank in range(len(processes)) if rank not in results and rank not in errors]:
+        dead = [
+            rank for rank in silent if processes[rank].exitcode is not None
+        ]  # looked up before the last look into the outbox
+        try:
+            rank, value, error = outbox.get(timeout=max(0.05, min(1.0, deadline - time.monotonic())))
+        except queue.Empty:
+            errors.update({rank: f"died with exit code {processes[rank].exitcode} and no answer" for rank in dead})
+            if time.monotonic() > deadline:
+                errors[-1] = f"ranks {silent} did not answer within {timeout_s} s"
+                break
+            continue
+        if error is None:
+            results[rank] = pickle.loads(value)
+        else:
+            errors[rank] = error
+            # Its peers may be stuck in a collective: do not wait long for them.
+            deadline = min(deadline, time.monotonic() + 3.0)
+    return results, errors
 
 
 def raised(action: Callable[[], Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
+from layerwise.comm.facts import gather_facts
 from layerwise.errors import ContractError
 
 
@@ -43,8 +44,7 @@ class Contract:
     def check(self, mine: Fingerprint) -> None:
         """Raise on every rank if any two ranks differ or any rank sees a problem."""
         self.sequence += 1
-        gathered: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(self.control))]
-        dist.all_gather_object(gathered, {**asdict(mine), "sequence": self.sequence}, group=self.control)
+        gathered = gather_facts({**asdict(mine), "sequence": self.sequence}, self.control)
         complaint = self._complaint(gathered)
         if complaint is not None:
             raise ContractError(
@@ -72,11 +72,11 @@ class Contract:
 def _split_complaint(gathered: list[dict[str, object]]) -> str | None:
     for source, entry in enumerate(gathered):
         sends = entry["send_splits"]
-        if not isinstance(sends, tuple):
+        if not isinstance(sends, list):
             continue
         for target, sent in enumerate(sends):
             receives = gathered[target]["receive_splits"]
-            if isinstance(receives, tuple) and receives[source] != sent:
+            if isinstance(receives, list) and receives[source] != sent:
                 return f"splits differ: rank {source} sends {sent} elements to rank {target}, which expects {receives[source]}."
     return None
 

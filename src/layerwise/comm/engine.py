@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerwise.buffers.bind import named_trainables, param_table, plain_dtype
@@ -77,23 +77,30 @@ class Engine:
                 )
         self.module = module
         self.groups = groups
+        self._frozen = {fqn: param for fqn, param in module.named_parameters() if not param.requires_grad}
         self.plan = derive_together(
             groups,
             "plans",
             lambda: plan_for(
                 module, world=groups.world, layout=layout, rules=rules, bucket_mib=bucket_mib, grad_dtype=grad_dtype
             ),
-            Plan.to_json,
+            lambda plan: {**plan.to_json(), "constants": self._describe_constants()},
         )
         contract = Contract(groups.control) if check_collectives and groups.control is not None else None
         self.communicator = Communicator(groups.training, contract)
         self.storage = Storage(self.plan, named_trainables(module), groups.rank)
         self.reducer = GradReducer(self.storage, self.communicator, overlap=overlap_grad_reduce)
         self.publisher = Publisher(self.storage, self.communicator)
-        self._frozen = {fqn: param for fqn, param in module.named_parameters() if not param.requires_grad}
         self.has_optimizer = False
         if hooked:
             _HOOKED.update(dict.fromkeys(self.storage.params.values(), True))
+
+    def _constants(self) -> dict[str, Tensor]:
+        """What the model reads beside its trainable params: frozen ones and buffers."""
+        return {**self._frozen, **dict(self.module.named_buffers())}
+
+    def _describe_constants(self) -> dict[str, list[object]]:
+        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in self._constants().items()}
 
     @torch.no_grad()
     def spread_from_first(self) -> None:
@@ -101,7 +108,7 @@ class Engine:
         for bucket in self.storage.buckets:
             self.communicator.broadcast(bucket.replica, label=bucket.plan.label)
             bucket.refresh_master()
-        for name, tensor in (*self._frozen.items(), *self.module.named_buffers()):
+        for name, tensor in self._constants().items():
             if tensor.numel():
                 whole = tensor.detach().contiguous()
                 # As bytes: buffers may have dtypes that a backend cannot send.

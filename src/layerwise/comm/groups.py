@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from layerwise.comm.facts import gather_facts
 from layerwise.errors import PlanMismatchError
 from layerwise.layout.plan import first_difference
 
@@ -69,8 +70,7 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object]) -> None:
     other = next((rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, everyone[0])), None)
     if other is None:
         return
-    gathered: list[Mapping[str, object]] = [{} for _ in range(groups.world)]
-    dist.all_gather_object(gathered, dict(facts), group=groups.control)
+    gathered = gather_facts(dict(facts), groups.control)
     for rank, theirs in enumerate(gathered):
         if _ERROR in theirs:
             raise PlanMismatchError(f"rank {rank} failed where others did not: {theirs[_ERROR]}")

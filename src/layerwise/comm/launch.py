@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from layerwise.comm.facts import gather_facts
 from layerwise.errors import PlanMismatchError
 
 
@@ -66,8 +67,7 @@ def same_on_all(text: str, what: str, ranks: Ranks) -> None:
     say)."""
     if ranks.world == 1:
         return
-    gathered: list[str] = [""] * ranks.world
-    dist.all_gather_object(gathered, text)
+    gathered = gather_facts(text, device=ranks.device)
     for rank, theirs in enumerate(gathered):
         if theirs != gathered[0]:
             changed = [

@@ -20,7 +20,7 @@ from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, list
 from layerwise.layout.schedule import CommSchedule
 from layerwise.optim.groups import GroupPlan, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler
-from layerwise.optim.state import ExtraState, describe_spans, export_state, import_state
+from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
 from layerwise.optim.stats import ClipScope, StatsPass, StepStats, Totals, assign_norm_groups, clip_coefficients
 from layerwise.optim.update import Update
 from layerwise.routing.rules import RouteRule
@@ -177,10 +177,16 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
         it on every rank."""
-        extra = import_state(self, state_dict, self._extra_state(), fixed=("ns_dtype",))
-        self._step_count = extra["step"]
-        if self._scaler is not None and extra["loss_scale"] is not None:
-            self._scaler.load_state_dict(extra["loss_scale"])
+        fitting = derive_together(
+            self._engine.groups,
+            "state dicts",
+            lambda: fit_state(self, state_dict, self._extra_state(), fixed=("ns_dtype",)),
+            lambda found: {"step": found.extra["step"], "loss_scale": found.extra["loss_scale"]},
+        )
+        fitting.write(self)
+        self._step_count = fitting.extra["step"]
+        if self._scaler is not None and fitting.extra["loss_scale"] is not None:
+            self._scaler.load_state_dict(fitting.extra["loss_scale"])
         for bucket in self._engine.storage.buckets:
             bucket.master_version += 1
         self._engine.publisher.ensure_all()

@@ -32,11 +32,24 @@ def export_state(state_dict: dict[str, object], extra: ExtraState) -> dict[str, 
     return {**state_dict, _KEY: extra}
 
 
-def import_state(
+class Fitting(NamedTuple):
+    """A state dict that was found to fit: what goes where, not yet written."""
+
+    extra: ExtraState
+    tensors: list[tuple[Tensor, Tensor]]
+    groups: Sequence[Mapping[str, Any]]
+
+    def write(self, optimizer: torch.optim.Optimizer) -> None:
+        for target, source in self.tensors:
+            target.copy_(source)
+        for group, theirs in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update({name: value for name, value in theirs.items() if name != "params"})
+
+
+def fit_state(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object], mine: ExtraState, fixed: Sequence[str]
-) -> ExtraState:
-    """Copy a state dict into the optimizer's tensors and param groups; returns our own entry of it. `fixed` options
-    cannot change."""
+) -> Fitting:
+    """Check a state dict against the optimizer, whole, before anything is written; `fixed` options cannot change."""
     saved = _Saved.of(state_dict)
     if saved.extra["spans"] != mine["spans"]:
         raise ValueError(
@@ -56,11 +69,7 @@ def import_state(
         _check_group(index, group, theirs, fixed)
         for fqn, param, key in zip(group["fqns"], group["params"], theirs["params"], strict=True):
             pairs += _matched(fqn, optimizer.state[param], saved.state.get(key, {}))
-    for target, source in pairs:
-        target.copy_(source)
-    for group, theirs in zip(optimizer.param_groups, saved.groups, strict=True):
-        group.update({name: value for name, value in theirs.items() if name != "params"})
-    return saved.extra
+    return Fitting(saved.extra, pairs, saved.groups)
 
 
 class _Saved(NamedTuple):

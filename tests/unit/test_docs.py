@@ -1,0 +1,52 @@
+"""Pages that cannot go stale: their Python runs, their figures come from JSON, their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import render
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    return [
+        (f"{page.name} block {number}", block)
+        for page in PAGES
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+    ]
+
+
+@pytest.mark.parametrize(("where", "code"), python_blocks(), ids=[where for where, _ in python_blocks()])
+def test_python_on_a_page_runs(where: str, code: str) -> None:
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{where}: {result.stderr}"
+
+
+def test_the_readme_claims_what_its_code_prints() -> None:
+    code = next(block for where, block in python_blocks() if where == "README.md block 0")
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    claimed = re.search(r"reason\)  # (.*)", code)
+    assert claimed is not None
+    assert claimed.group(1) in result.stdout
+
+
+def test_tables_come_from_the_committed_json() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert render(text) == text, "run: python benchmarks/tables.py"
+
+
+def test_links_between_pages_lead_to_files() -> None:
+    broken = [
+        f"{page.name}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+        if not target.startswith("http") and not (page.parent / target).exists()
+    ]
+    assert broken == []

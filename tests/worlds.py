@@ -7,13 +7,17 @@ weights and unequal momenta.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import hashlib
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import layerwise
 from tests.reference.oracle import Hyper, Oracle
@@ -53,6 +57,39 @@ class Few(nn.Module):
         self.norm = nn.LayerNorm(4)
 
 
+class Net(nn.Module):
+    """A small real network whose middle layer is used twice, optionally under activation checkpointing."""
+
+    def __init__(self, checkpointing: str = "none") -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.first = nn.Linear(6, 8)
+        self.shared = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = self._checkpointed(x)
+        return self.last(self.norm(x))
+
+    def _block(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.shared(x))
+
+    def _checkpointed(self, x: Tensor) -> Tensor:
+        if self.checkpointing == "none":
+            return self._block(x)
+        return checkpoint(self._block, x, use_reentrant=self.checkpointing == "reentrant")
+
+
+def net_loss(module: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
+    """A loss on data that depends on rank, step and microbatch and on nothing else."""
+    generator = torch.Generator().manual_seed(hash_of(f"data {rank} {step} {micro}"))
+    x, y = torch.randn(3, 6, generator=generator), torch.randn(3, 5, generator=generator)
+    return (module(x) - y).square().mean()
+
+
 def shapes_module(shapes: list[tuple[int, int]]) -> nn.Module:
     """Linear layers without bias of the given (rows, cols), and one norm."""
     module = nn.Module()
@@ -85,6 +122,8 @@ class Case:
     shapes: list[tuple[int, int]] | None = None
     exact: bool = True
     check_collectives: bool = False
+    sabotage: str = ""
+    """"momentum" or "gradient": move one element by one ulp in the library's run only, in the second step. A comparison must see it."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(5)
@@ -133,17 +172,17 @@ def is_missing(case: Case, fqn: str, rank: int, step: int) -> bool:
 def rules(hyper: Hyper) -> dict[str, Any]:
     """The library's rules for the oracle's numbers."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    muon = dict(
-        lr=hyper.lr,
-        momentum=hyper.momentum,
-        nesterov=hyper.nesterov,
-        weight_decay=hyper.weight_decay,
-        weight_decay_mode=hyper.weight_decay_mode,
-        scale=hyper.scale,
-        extra_scale=hyper.extra_scale,
-        ns_dtype=names[hyper.ns_dtype],
-    )
-    adaptive = dict(beta2=hyper.beta2, eps=hyper.matrix_eps)
+    decay = {"weight_decay": hyper.weight_decay, "weight_decay_mode": hyper.weight_decay_mode}
+    muon: dict[str, Any] = {
+        "lr": hyper.lr,
+        "momentum": hyper.momentum,
+        "nesterov": hyper.nesterov,
+        "scale": hyper.scale,
+        "extra_scale": hyper.extra_scale,
+        "ns_dtype": names[hyper.ns_dtype],
+        **decay,
+    }
+    adaptive = {"beta2": hyper.beta2, "eps": hyper.matrix_eps}
     matrix: Any
     if hyper.matrix == "muon":
         matrix = layerwise.Muon(**muon)
@@ -152,10 +191,8 @@ def rules(hyper: Hyper) -> dict[str, Any]:
     elif hyper.matrix == "adamuon":
         matrix = layerwise.AdaMuon(**muon, **adaptive)
     else:
-        matrix = layerwise.AdamW(
-            lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay, weight_decay_mode=hyper.weight_decay_mode
-        )
-    decay = dict(weight_decay=hyper.other_weight_decay, weight_decay_mode=hyper.other_weight_decay_mode)
+        matrix = layerwise.AdamW(lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, **decay)
+    decay = {"weight_decay": hyper.other_weight_decay, "weight_decay_mode": hyper.other_weight_decay_mode}
     other: Any = (
         layerwise.AdamW(lr=hyper.other_lr, betas=hyper.betas, eps=hyper.eps, **decay)
         if hyper.other == "adamw"
@@ -176,30 +213,72 @@ def deliver(model: layerwise.DataParallel, grads: dict[str, Tensor], *, sync: bo
                 loss.backward()
 
 
+def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
+    return layerwise.DataParallel(
+        module,
+        layout=case.layout,
+        bucket_mib=case.bucket_mib,
+        grad_dtype=case.grad_dtype,
+        check_collectives=case.check_collectives,
+    )
+
+
+def oracle_for(module: nn.Module, hyper: Hyper) -> Oracle:
+    """An oracle that starts from the module's trainable params."""
+    trainable = {fqn: param.detach().clone() for fqn, param in module.named_parameters() if param.requires_grad}
+    return Oracle(trainable, matrices_of(module), hyper)
+
+
 def train_and_compare(rank: int, world: int, case: Case) -> list[str]:
     """Run a case on this rank beside the oracle of all ranks; returns what differs, by name."""
     hyper = Hyper(**case.hyper)
     module = case.build()
-    oracle = Oracle({fqn: p.detach().clone() for fqn, p in module.named_parameters() if p.requires_grad}, matrices_of(module), hyper)
-    model = layerwise.DataParallel(
-        module, layout=case.layout, bucket_mib=case.bucket_mib, grad_dtype=case.grad_dtype, check_collectives=case.check_collectives
-    )
+    oracle = oracle_for(module, hyper)
+    model = wrap(case, module)
     optimizer = layerwise.Optimizer(model, **rules(hyper), count_zeros=True)
     shapes = {fqn: param.shape for fqn, param in oracle.params.items()}
     for step in range(case.steps):
-        for micro in range(case.accumulation):
-            deliver(model, _gradients(case, shapes, rank, step, micro), sync=micro == case.accumulation - 1)
         everyone = [
-            _accumulated([_gradients(case, shapes, other, step, micro) for micro in range(case.accumulation)]) for other in range(world)
+            [_gradients(case, shapes, other, step, micro) for micro in range(case.accumulation)]
+            for other in range(world)
         ]
-        oracle.step(everyone, case.grad_dtype)
+        oracle.step([_accumulated(micros) for micros in everyone], case.grad_dtype)
+        if case.sabotage == "gradient" and step == 1 and rank == 0:
+            _nudge_gradient(everyone)
+        for micro, grads in enumerate(everyone[rank]):
+            deliver(model, grads, sync=micro == case.accumulation - 1)
         found = _reduced_differences(model, oracle)
         optimizer.step()
         optimizer.zero_grad()
+        if case.sabotage == "momentum" and step == 1:
+            nudge_state(model)
         found += differences(model, optimizer, oracle)
         if found:
             return [f"rank {rank} step {step}: {text}" for text in found]
     return []
+
+
+def _nudge_gradient(everyone: list[list[dict[str, Tensor]]]) -> None:
+    """Move one gradient element of rank 0 by one ulp where the other ranks have zero, so that the sum keeps the change."""
+    for fqn, grad in everyone[0][0].items():
+        others = sum(
+            (micros[0][fqn].float().abs() for micros in everyone[1:] if fqn in micros[0]), torch.zeros(grad.shape)
+        )
+        for index in ((others == 0) & (grad != 0)).nonzero().tolist():
+            where = tuple(index)
+            everyone[0][0][fqn] = grad.clone()
+            everyone[0][0][fqn][where] = torch.nextafter(grad[where], torch.tensor(float("inf"), dtype=grad.dtype))
+            return
+    raise RuntimeError("no gradient element is non-zero on rank 0 alone: the sabotage needs a larger model.")
+
+
+def nudge_state(model: layerwise.DataParallel) -> None:
+    """Move one element of this rank's first momentum by one ulp."""
+    for bucket in model.engine.storage.buckets:
+        if bucket.spans and "momentum" in bucket.state:
+            element = bucket.state["momentum"][bucket.spans[0].shard_offset :][:1]
+            element.copy_(torch.nextafter(element, torch.full_like(element, float("inf"))))
+            return
 
 
 def _gradients(case: Case, shapes: dict[str, torch.Size], rank: int, step: int, micro: int) -> dict[str, Tensor]:
@@ -227,13 +306,14 @@ def _reduced_differences(model: layerwise.DataParallel, oracle: Oracle) -> list[
         for bucket in model.engine.storage.buckets
         for span in bucket.spans
         if not torch.equal(
-            bucket.grad_shard[span.shard_offset : span.shard_offset + span.numel], oracle.totals[span.fqn].reshape(-1)[span.start : span.stop]
+            bucket.grad_shard[span.shard_offset : span.shard_offset + span.numel],
+            oracle.totals[span.fqn].reshape(-1)[span.start : span.stop],
         )
     ]
 
 
 def differences(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, oracle: Oracle) -> list[str]:
-    """What this rank holds that is not what the oracle holds: replicas, masters, state, gradient norm, zeros."""
+    """What this rank holds that is not what the oracle holds: replicas, masters, state, gradient norm, zeros, bytes sent."""
     found = []
     weights = oracle.weights()
     for fqn, param in model.engine.storage.params.items():
@@ -248,6 +328,7 @@ def differences(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, o
             for name, expected in oracle.state[span.fqn].items():
                 if name in bucket.state and not torch.equal(bucket.state[name][part], expected.reshape(-1)[inside]):
                     found.append(f"{name} of {span.fqn}")
+    found += _home_differences(model, optimizer, oracle)
     if optimizer.stats.grad_norm != oracle.grad_norm:
         found.append(f"grad norm {optimizer.stats.grad_norm} against {oracle.grad_norm}")
     if optimizer.stats.num_zeros != oracle.num_zeros:
@@ -256,3 +337,38 @@ def differences(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, o
     if dict(optimizer.stats.bytes_by_collective) != predicted:
         found.append(f"bytes {dict(optimizer.stats.bytes_by_collective)} against {predicted}")
     return found
+
+
+def _home_differences(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, oracle: Oracle) -> list[str]:
+    """Second moments that live with a matrix at its home."""
+    found = []
+    for fqn, param in model.engine.storage.params.items():
+        for name, tensor in optimizer.state[param].items():
+            kind, _, index = name.partition(".")
+            at_home = kind in ("row_moment", "second_moment") and tensor.numel() > 0
+            if at_home and not torch.equal(tensor, oracle.state[fqn][f"second.{index}"]):
+                found.append(f"{name} of {fqn}")
+    return found
+
+
+def hash_tensors(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 over the bytes of tensors, in order."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous()
+        digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())
+        digest.update(ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b"")
+    return digest.hexdigest()
+
+
+def hash_everything(optimizer: layerwise.Optimizer) -> str:
+    """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them."""
+    engine = optimizer._engine
+    tensors: list[Tensor] = []
+    for bucket in engine.storage.buckets:
+        tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]
+    for param in engine.storage.params.values():
+        tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
+    frozen = [param for param in engine.module.parameters() if not param.requires_grad]
+    counters = json.dumps(optimizer.state_dict()["layerwise"], sort_keys=True, default=repr)
+    return hashlib.sha256((hash_tensors([*tensors, *frozen]) + counters).encode()).hexdigest()

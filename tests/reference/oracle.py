@@ -146,7 +146,7 @@ class Oracle:
         return math.sqrt(sum(float(self.totals[fqn].double().square().sum()) for fqn in fqns)) / world
 
     def _clip(self, world: int) -> None:
-        if self.hyper.clip is None:
+        if self.hyper.clip is None or self.hyper.clip_scope == "none":
             return
         chosen = [fqn for fqn in self.averaged if self.hyper.clip_scope == "all" or fqn not in self.matrices]
         coefficient = self.hyper.clip / (self._norm(chosen, world) + 1e-6)
@@ -219,7 +219,9 @@ class Oracle:
     def _elementwise_update(self, fqn: str, grad: Tensor, *, is_matrix: bool) -> None:
         h = self.hyper
         rule, lr = (h.matrix, h.lr) if is_matrix else (h.other, h.other_lr)
-        decay = (h.weight_decay, h.weight_decay_mode) if is_matrix else (h.other_weight_decay, h.other_weight_decay_mode)
+        decay = (
+            (h.weight_decay, h.weight_decay_mode) if is_matrix else (h.other_weight_decay, h.other_weight_decay_mode)
+        )
         grad = self._decay(fqn, grad, lr, *decay)
         beta1, beta2 = h.betas
         if rule == "adamw":
@@ -227,7 +229,9 @@ class Oracle:
             before = self.state[fqn].get("exp_avg_sq", torch.zeros_like(grad))
             second = self.state[fqn]["exp_avg_sq"] = torch.addcmul(before * beta2, grad, grad, value=1.0 - beta2)
             denominator = second.sqrt() / math.sqrt(1.0 - beta2**self.step_count) + h.eps
-            self.masters[fqn] = torch.addcdiv(self.masters[fqn], first, denominator, value=-lr / (1.0 - beta1**self.step_count))
+            self.masters[fqn] = torch.addcdiv(
+                self.masters[fqn], first, denominator, value=-lr / (1.0 - beta1**self.step_count)
+            )
         else:
             before = self.state[fqn].get("exp_avg", torch.zeros_like(grad))
             direction = torch.add(before * beta1, grad, alpha=1.0 - beta1).sign()

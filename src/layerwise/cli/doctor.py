@@ -84,11 +84,9 @@ def _probe(what: str, ask: Callable[[], tuple[str, str]]) -> Finding:
 
 
 def _gloo() -> tuple[str, str]:
-    import torch
+    from layerwise.comm import launch
 
-    if not torch.distributed.is_available():
-        return "FAILED", "this torch was built without torch.distributed"
-    return ("ok", "part of torch") if torch.distributed.is_gloo_available() else ("FAILED", "this torch has no gloo")
+    return ("ok", "part of torch") if "gloo" in launch.backends() else ("FAILED", "this torch was built without gloo")
 
 
 def _cuda() -> tuple[str, str]:
@@ -106,7 +104,9 @@ def _cuda() -> tuple[str, str]:
 def _nccl() -> tuple[str, str]:
     import torch
 
-    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+    from layerwise.comm import launch
+
+    if "nccl" not in launch.backends():
         return "missing", "this torch has no NCCL; ranks on a CPU use gloo"
     version: object = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return "ok", ".".join(map(str, version)) if isinstance(version, tuple) else str(version)

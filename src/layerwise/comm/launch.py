@@ -47,6 +47,14 @@ def _device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
 
 
+def backends() -> tuple[str, ...]:
+    """The backends that this build of torch can use."""
+    if not dist.is_available():
+        return ()
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return tuple(name for name, there in found.items() if there)
+
+
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

@@ -1,0 +1,69 @@
+"""The lines people read."""
+
+import io
+import os
+import re
+
+import pytest
+
+from layerwise.cli import console
+from layerwise.cli.exits import complain
+from tests.unit.train.test_metrics import end_record, eval_record, run_record, step_record
+
+
+def test_step_line_has_everything_and_keeps_its_columns() -> None:
+    from dataclasses import replace
+
+    early = replace(step_record(5, loss=3.2141), tokens_per_s=999.0, step_ms=412.4, grad_norm=0.83)
+    late = replace(step_record(1000, loss=1.0), tokens_per_s=71_234.0, step_ms=9.0, grad_norm=12.5)
+    lines = [console.step_line(record, 1000) for record in (early, late)]
+    assert lines[0] == "step    5/1000   0% | loss 3.214 | bpb 4.637 | grad  0.830 |  412 ms |   999 tok/s | eta 6m50s"
+    assert lines[1] == "step 1000/1000 100% | loss 1.000 | bpb 1.443 | grad 12.500 |    9 ms | 71.2k tok/s | eta 0.0s"
+    assert [match.start() for match in re.finditer(r"\|", lines[0])] == [
+        match.start() for match in re.finditer(r"\|", lines[1])
+    ]
+
+
+def test_skipped_steps_are_not_silent() -> None:
+    from dataclasses import replace
+
+    record = replace(step_record(5), skipped=2, skip_reason="gradients of 'a' hold inf or NaN")
+    assert console.step_line(record, 10).endswith("| 2 skipped: gradients of 'a' hold inf or NaN")
+
+
+@pytest.mark.parametrize(("rate", "text"), [(12.0, "12 tok/s"), (1234.0, "1.2k tok/s"), (2.5e6, "2.5M tok/s")])
+def test_rates(rate: float, text: str) -> None:
+    assert console.format_rate(rate) == text
+
+
+def test_the_end_says_whether_the_run_was_stopped() -> None:
+    from dataclasses import replace
+
+    assert console.end_lines(end_record(5), 5)[0].startswith("finished: 5 steps")
+    stopped = replace(end_record(3), outcome="stopped")
+    assert console.end_lines(stopped, 5)[0].startswith("stopped on request at step 3 of 5")
+
+
+def test_a_pipe_gets_plain_lines_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = console.TrainConsole(total_steps=5)
+    for record in (run_record(), eval_record(0), step_record(5), end_record(5)):
+        shown.write(record)
+    shown.close()
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert len(out.splitlines()) == 7
+
+
+def test_tables_keep_brackets_and_have_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_table("title", ("name", "size"), [("a[0]", "12"), ("long name [bold]", "3")], right=("size",))
+    assert capsys.readouterr().out == "title\nname              size\na[0]                12\nlong name [bold]     3\n"
+
+
+@pytest.mark.parametrize(("rank", "expected"), [("0", "one\ntwo\n"), ("3", "[rank 3] one\n[rank 3] two\n")])
+def test_errors_name_the_rank_unless_it_is_the_first(rank: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("sys.stderr", stream)
+    complain("one\ntwo\n")
+    assert stream.getvalue() == expected
+    assert "RANK" in os.environ

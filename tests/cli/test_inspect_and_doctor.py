@@ -1,0 +1,118 @@
+"""`inspect` and `doctor`."""
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from layerwise.cli import doctor
+from layerwise.cli.doctor import Finding
+from layerwise.cli.main import main
+
+SMALL = (
+    "--model.d-model",
+    "32",
+    "--model.n-layers",
+    "1",
+    "--model.n-heads",
+    "2",
+    "--model.n-kv-heads",
+    "1",
+    "--model.seq-len",
+    "16",
+)
+
+
+def test_inspect_shows_every_param_with_route_reason_home_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *SMALL, "--world", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("plan ")
+    assert "over 3 ranks, layout flat" in lines[0]
+    row = next(line for line in lines if line.startswith("blocks.0.attn.qkv.weight"))
+    for piece in (
+        "64x32",
+        "muon",
+        "32x32, 2 of 16x32",
+        "8.0 KiB",
+        "is the weight of a Linear, in row blocks of 32, 16, 16",
+    ):
+        assert piece in row
+    assert "adamw" in next(line for line in lines if line.startswith("head.weight"))
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_inspect_as_json_holds_the_same_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *SMALL, "--json", "--layout", "replicated", "--optim.rule", "normuon"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    row = next(row for row in found["params"] if row["fqn"] == "blocks.0.mlp.gate_up.weight")
+    assert row["route"] == "normuon"
+    assert row["matrices"] == [[96, 32], [96, 32]]
+    assert row["homes"] == [-1, -1]
+    assert found["plan"]["layout"] == "replicated"
+    assert len(found["digest"]) == 64
+
+
+def test_inspect_plans_what_training_uses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from layerwise.comm import launch
+    from layerwise.config.load import load, split_overrides
+    from layerwise.train.loop import prepare
+
+    words = [*SMALL, "--parallel.bucket-mib", "0.01", "--model.tie-embeddings", "true"]
+    assert main(["inspect", *words, "--world", "1", "--json"]) == 0
+    digest = json.loads(capsys.readouterr().out)["digest"]
+    run = prepare(load(None, split_overrides(words)[0]).config, launch.start(device="cpu"))
+    assert run.model.plan.digest == digest
+
+
+def test_explain_lists_the_rules_that_were_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *SMALL, "--explain", "head.weight"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "the first that matches decides" in lines[0]
+    assert "matched: is an output head" in lines[-1]
+    assert sum("matched" in line for line in lines) == 1
+
+
+def test_explain_of_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *SMALL, "--explain", "blocks.0.attn.qkv.wieght"]) == 2
+    assert "Did you mean 'blocks.0.attn.qkv.weight'?" in capsys.readouterr().err
+
+
+def test_inspect_takes_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *SMALL, "--world", "1024"]) == 0
+    assert "over 1024 ranks" in capsys.readouterr().out
+
+
+def test_doctor_finds_a_healthy_machine_and_runs_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    by_name = {finding["what"]: finding for finding in found["findings"]}
+    assert by_name["self test"]["status"] == "ok", by_name["self test"]
+    assert (code, found["healthy"]) == (0, True)
+    assert by_name["torch"]["status"] == "ok"
+    assert {"layerwise", "python", "tyro", "rich", "gloo", "cuda", "nccl", "triton", "transformers"} <= set(by_name)
+
+
+def test_doctor_prints_a_block_to_copy_and_fails_as_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = [Finding("torch", "ok", "1"), Finding("gloo", "FAILED", "this torch has no gloo")]
+    with mock.patch.object(doctor, "collect", return_value=findings):
+        assert main(["doctor"]) == 3
+    out = capsys.readouterr().out
+    assert out.count("```") == 2
+    assert "FAILED" in out
+    assert "does not work" in out
+
+
+def test_a_missing_optional_part_says_how_to_get_it() -> None:
+    with mock.patch.dict(sys.modules, {"triton": None}):
+        found = doctor._package("triton", needed=False)
+    assert (found.status, "pip install triton" in found.detail) == ("missing", True)
+
+
+def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/no/such/place")
+    monkeypatch.chdir("/")
+    with mock.patch.object(doctor, "sys", mock.Mock(executable="/bin/false")):
+        found = doctor.self_test()
+    assert (found.status, found.detail) == ("FAILED", "rank 0: exit code 1")

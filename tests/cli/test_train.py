@@ -1,0 +1,103 @@
+"""Training from the command line: alone, on two ranks, stopped early."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.test_main import layerwise
+
+SMALL = (
+    *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.n-kv-heads", "1"),
+    *("--model.seq-len", "16", "--train.batch-size", "2", "--train.steps", "6", "--schedule.warmup-steps", "1"),
+    *("--train.log-every", "2", "--train.eval-every", "0", "--train.eval-sequences", "4", "--train.device", "cpu"),
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question\n" * 200)
+    return str(tmp_path / "text.txt")
+
+
+def kinds_in(metrics: Path) -> list[str]:
+    return [json.loads(line)["kind"] for line in metrics.read_text().splitlines()]
+
+
+def test_a_plain_run_prints_plain_lines_and_leaves_a_report_and_a_config_that_repeats_it(
+    tmp_path: Path, text: str
+) -> None:
+    out_dir = tmp_path / "run"
+    done = layerwise("train", *SMALL, "--data.path", text, "--train.out-dir", str(out_dir), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert "on 1 rank (cpu), layout flat, plan " in lines[0]
+    assert lines[1].startswith("routing: matrix 4 params")
+    assert lines[3].startswith("eval 0/6   0% | validation ")
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split(" | ")[0] for line in steps] == ["step 2/6  33%", "step 4/6  66%", "step 6/6 100%"]
+    for column in ("loss ", "bpb ", "grad ", " ms", " tok/s", "eta "):
+        assert all(column in line for line in steps)
+    assert lines[-3].startswith("finished: 6 steps, 192 tokens in ")
+    assert lines[-2].startswith("validation: ")
+    assert lines[-1] == f"report: {out_dir}/report.html (beside it loss.svg, metrics.jsonl, config.json)"
+    assert "\x1b" not in done.stdout
+    ElementTree.parse(out_dir / "loss.svg")
+    assert kinds_in(out_dir / "metrics.jsonl") == ["run", "eval", "step", "step", "step", "eval", "end"]
+
+    again = layerwise("train", str(out_dir / "config.json"), OMP_NUM_THREADS="1")
+    assert again.returncode == 0, again.stderr
+    evals = [[line for line in result.stdout.splitlines() if line.startswith("eval")] for result in (done, again)]
+    assert evals[0] == evals[1]
+    assert (tmp_path / "run-2" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_through_torchrun_speak_with_one_voice(tmp_path: Path, text: str) -> None:
+    out_dir = tmp_path / "run"
+    done = layerwise("train", *SMALL, "--data.path", text, "--train.out-dir", str(out_dir), "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0].startswith("+ OMP_NUM_THREADS=")
+    assert done.stdout.count("finished: 6 steps") == 1
+    assert "on 2 ranks (cpu)" in done.stdout
+    assert kinds_in(out_dir / "metrics.jsonl").count("run") == 1
+
+
+def test_a_signal_ends_the_run_with_a_report(tmp_path: Path, text: str) -> None:
+    out_dir = tmp_path / "run"
+    words = ["train", *SMALL, "--train.steps", "100000", "--data.path", text, "--train.out-dir", str(out_dir)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "layerwise", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 60
+        metrics = out_dir / "metrics.jsonl"
+        while not (metrics.exists() and "step" in kinds_in(metrics)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        stdout, stderr = run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            run.kill()
+    assert run.returncode == 0, stderr
+    assert "stopped on request at step" in stdout
+    assert (out_dir / "report.html").exists()
+    assert kinds_in(metrics)[-1] == "end"
+
+
+def test_a_gpu_that_is_not_there_is_an_environment_problem(tmp_path: Path, text: str) -> None:
+    done = layerwise("train", *SMALL, "--data.path", text, "--train.device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 3
+    assert "torch sees no GPU" in done.stderr
+    assert "Traceback" not in done.stderr

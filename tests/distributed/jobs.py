@@ -1,0 +1,288 @@
+"""What the ranks of the distributed tests do. Apart from the tests, so that a forked rank need not import pytest."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerwise
+from tests.reference.oracle import Hyper
+from tests.worlds import (
+    Case,
+    Net,
+    deliver,
+    differences,
+    gradient,
+    hash_everything,
+    hash_tensors,
+    net_loss,
+    oracle_for,
+    rules,
+    wrap,
+)
+
+Action = tuple[str, *tuple[int, ...]]
+"""What happens next, with the step and microbatch whose data it uses."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How `follow` builds its model."""
+
+    layout: str = "flat"
+    overlap: bool = True
+    checkpointing: str = "none"
+    dtype: torch.dtype = torch.float32
+    bucket_mib: float | None = 0.0001
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def net_and_optimizer(setting: Setting) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
+    torch.manual_seed(3)
+    model = layerwise.DataParallel(
+        Net(setting.checkpointing).to(setting.dtype),
+        layout=setting.layout,
+        overlap_grad_reduce=setting.overlap,
+        bucket_mib=setting.bucket_mib,
+    )
+    hyper = Hyper(ns_dtype=torch.float32, weight_decay=0.1, clip=1.0)
+    return model, layerwise.Optimizer(model, **{**rules(hyper), **dict(setting.options)})
+
+
+def follow(rank: int, world: int, actions: Sequence[Action], setting: Setting) -> list[str]:
+    """Carry out actions on a small real network; returns a hash of everything after each step, and what else was seen."""
+    model, optimizer = net_and_optimizer(setting)
+    seen: list[str] = []
+    for name, *data in actions:
+        match name:
+            case "backward":
+                net_loss(model, rank, *data).backward()
+            case "accumulate":
+                with model.no_sync():
+                    net_loss(model, rank, *data).backward()
+            case "partial":  # `last` and `norm` get no gradient, but on rank 0
+                loss = (
+                    net_loss(model, rank, *data) if rank == 0 else model.module.first(torch.ones(2, 6)).square().mean()
+                )
+                loss.backward()
+            case "failing forward":
+                _fail_once(model.module.norm, backward=False)
+                seen.append(_fails(model, rank, data))
+            case "failing backward":
+                _fail_once(model.module.first, backward=True)
+                seen.append(_fails(model, rank, data))
+            case "zero_grad":
+                optimizer.zero_grad()
+            case "model.zero_grad":
+                model.zero_grad()
+            case "metric":
+                total = torch.full((64,), float(rank + 1))
+                dist.all_reduce(total)
+                if total.unique().tolist() != [world * (world + 1) / 2]:
+                    seen.append(f"the user's all-reduce came out as {total.unique().tolist()}")
+            case "eval":
+                model.eval()
+                with torch.no_grad():
+                    net_loss(model, rank, 1000)
+                seen += _stale_replicas(model)
+                model.train()
+            case "step":
+                optimizer.step()
+                seen.append(f"{'skipped' if optimizer.stats.skipped else 'stepped'} {hash_everything(optimizer)}")
+    return seen
+
+
+def _fail_once(module: nn.Module, *, backward: bool) -> None:
+    """Make the next forward through a module raise, or the backward through its output."""
+
+    def burst(_: Any) -> None:
+        raise FloatingPointError("injected")
+
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        handle.remove()
+        if backward:
+            output.register_hook(burst)
+        else:
+            burst(None)
+
+    handle = module.register_forward_hook(hook)
+
+
+def _fails(model: layerwise.DataParallel, rank: int, data: list[int]) -> str:
+    try:
+        net_loss(model, rank, *data).backward()
+    except FloatingPointError:
+        return "failed"
+    return "did not fail"
+
+
+def _stale_replicas(model: layerwise.DataParallel) -> list[str]:
+    return [
+        f"{bucket.plan.label} is stale"
+        for bucket in model.engine.storage.buckets
+        if not torch.equal(bucket.replica_shard, bucket.master.to(bucket.replica.dtype))
+    ]
+
+
+def real_network_against_oracle(
+    rank: int, world: int, setting: Setting, accumulation: int = 1, steps: int = 4
+) -> list[str]:
+    """Real gradients on two ranks: a sum of two numbers has one order, so the oracle gets the same bits as any layout."""
+    torch.manual_seed(3)
+    hyper = Hyper(weight_decay=0.1, clip=1.0)
+    oracle = oracle_for(Net(), hyper)
+    model, optimizer = net_and_optimizer(replace(setting, options=(*rules(hyper).items(), ("count_zeros", True))))
+    for step in range(steps):
+        everyone = []
+        for other in range(world):
+            copy = Net(setting.checkpointing)
+            copy.load_state_dict(oracle.weights())
+            for micro in range(accumulation):
+                net_loss(copy, other, step, micro).backward()
+            everyone.append({fqn: param.grad for fqn, param in copy.named_parameters()})
+        oracle.step(everyone)
+        for micro in range(accumulation - 1):
+            with model.no_sync():
+                net_loss(model, rank, step, micro).backward()
+        net_loss(model, rank, step, accumulation - 1).backward()
+        optimizer.step()
+        found = differences(model, optimizer, oracle)
+        # Real gradients have no exact sum of squares: its last bits in fp64 depend on the order, and vanish in the fp32 clip coefficient.
+        if math.isclose(optimizer.stats.grad_norm, oracle.grad_norm, rel_tol=1e-14):
+            found = [text for text in found if not text.startswith("grad norm")]
+        if found:
+            return [f"rank {rank} step {step}: {text}" for text in found]
+    return []
+
+
+def layouts_differ_in(rank: int, world: int, exact: bool, steps: int = 2) -> list[str]:
+    """Train `flat` and `replicated` on the same gradients; which reduced gradients and momenta of this rank's shards differ?"""
+    runs = []
+    for layout in ("flat", "replicated"):
+        case = Case(layout=layout, exact=exact)
+        model = wrap(case, case.build())
+        runs.append((model, layerwise.Optimizer(model, **rules(Hyper()))))
+    found: list[str] = []
+    for step in range(steps):
+        for model, _ in runs:
+            params = model.engine.storage.params
+            deliver(
+                model, {fqn: gradient(fqn, p.shape, rank, step, 0, exact=exact) for fqn, p in params.items()}, sync=True
+            )
+            model.engine.reducer.finish()
+        found += _shard_differences(runs[0][0], runs[1][0], "reduced gradient")
+        for _, optimizer in runs:
+            optimizer.step()
+        found += _shard_differences(runs[0][0], runs[1][0], "momentum")
+    return found
+
+
+def _shard_differences(sharded: layerwise.DataParallel, whole: layerwise.DataParallel, what: str) -> list[str]:
+    def tensor(bucket: Any) -> Tensor | None:
+        return bucket.grad_shard if what == "reduced gradient" else bucket.state.get(what)
+
+    everything = {
+        span.fqn: values[span.shard_offset : span.shard_offset + span.numel]
+        for bucket in whole.engine.storage.buckets
+        for span in bucket.spans
+        if (values := tensor(bucket)) is not None
+    }
+    return [
+        f"{what} of {span.fqn}"
+        for bucket in sharded.engine.storage.buckets
+        for span in bucket.spans
+        if (values := tensor(bucket)) is not None
+        and not torch.equal(
+            values[span.shard_offset : span.shard_offset + span.numel], everything[span.fqn][span.start : span.stop]
+        )
+    ]
+
+
+def owned(rank: int, world: int, case: Case) -> tuple[int, int]:
+    """How many elements this rank owns and how many matrices it is home to."""
+    model = wrap(case, case.build())
+    homed = sum(item.home == rank for work in model.plan.works for item in work.items)
+    return sum(span.numel for bucket in model.engine.storage.buckets for span in bucket.spans), homed
+
+
+def resume(rank: int, world: int, setting: dict[str, Any]) -> tuple[str, str, str]:
+    """Train four steps at once, and two and two with a state dict in between: the hash of both, and whether loading gave what was saved."""
+    scaled, dtype = setting.get("scaled", False), setting["dtype"]
+    case = Case(dtype=dtype, layout=setting["layout"], bucket_mib=0.002)
+    hyper = Hyper(matrix=setting["matrix"], weight_decay=0.1)
+
+    def start(weights: dict[str, Tensor] | None = None) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
+        module = case.build()
+        if weights is not None:
+            module.load_state_dict(weights)
+        model = wrap(case, module)
+        scale = layerwise.LossScale(initial=2.0**8, growth_interval=3) if scaled else None
+        return model, layerwise.Optimizer(model, **rules(hyper), loss_scale=scale)
+
+    def train(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, steps: range) -> None:
+        for step in steps:
+            grads = {fqn: gradient(fqn, p.shape, rank, step, 0) for fqn, p in model.engine.storage.params.items()}
+            if scaled:
+                scale = float(optimizer.scale_loss(torch.ones(())))
+                grads = {fqn: grad * scale for fqn, grad in grads.items()}
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5  # as a scheduler would: part of what must be restored
+            deliver(model, grads, sync=True)
+            optimizer.step()
+
+    model, optimizer = start()
+    train(model, optimizer, range(2))
+    weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    saved = hash_everything(optimizer)
+    train(model, optimizer, range(2, 4))
+    file.seek(0)
+    fresh, fresh_optimizer = start(weights)
+    fresh_optimizer.load_state_dict(torch.load(file, weights_only=True))
+    restored = "as saved" if hash_everything(fresh_optimizer) == saved else "other than saved"
+    train(fresh, fresh_optimizer, range(2, 4))
+    return hash_everything(optimizer), hash_everything(fresh_optimizer), restored
+
+
+def plain_against_wrapped(rank: int, world: int) -> list[str]:
+    """Hashes of weights and state after a few steps of a plain module and of a wrapped one."""
+    hashes = []
+    for wrapped in (False, True):
+        torch.manual_seed(3)
+        module = Net()
+        model = layerwise.DataParallel(module) if wrapped else module
+        optimizer = layerwise.Optimizer(model, **rules(Hyper(weight_decay=0.1, clip=1.0)))
+        for step in range(4):
+            net_loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hashes.append(hash_everything(optimizer))
+    return hashes
+
+
+def losses_of_scaling(rank: int, world: int) -> tuple[str, str]:
+    """Hashes of everything but the loss scale after a few steps without and with it."""
+    hashes = []
+    for scaled in (False, True):
+        case = Case(dtype=torch.float16, bucket_mib=0.002)
+        model = wrap(case, case.build())
+        scale = layerwise.LossScale(initial=2.0**8, growth_interval=2) if scaled else None
+        optimizer = layerwise.Optimizer(model, **rules(Hyper(clip=1.0)), loss_scale=scale)
+        for step in range(5):
+            factor = float(optimizer.scale_loss(torch.ones(()))) if scaled else 1.0
+            params = model.engine.storage.params
+            deliver(
+                model, {fqn: gradient(fqn, p.shape, rank, step, 0) * factor for fqn, p in params.items()}, sync=True
+            )
+            optimizer.step()
+        buckets = model.engine.storage.buckets
+        hashes.append(hash_tensors(tensor for b in buckets for tensor in (b.replica, b.master, *b.state.values())))
+    return hashes[0], hashes[1]

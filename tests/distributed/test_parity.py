@@ -1,0 +1,273 @@
+"""flat == replicated == single-process oracle, bitwise: gradients, momenta, masters, replicas, norms, zero counts and bytes sent.
+
+Gradients are exact in any order of summation (`tests.worlds`), so no tolerance is needed anywhere. Controls at the end show that the comparison can fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.jobs import (
+    Action,
+    Setting,
+    follow,
+    layouts_differ_in,
+    owned,
+    real_network_against_oracle,
+)
+from tests.ranks import run_ranks
+from tests.worlds import Case, train_and_compare
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LAYOUTS = ("flat", "replicated")
+
+# (world, case): models, dtypes, accumulation, missing gradients, bucket sizes.
+WORLDS: dict[str, tuple[int, Case]] = {
+    "1 rank, fp32": (1, Case()),
+    "1 rank, bf16 params and gradients, accumulation 3": (
+        1,
+        Case(dtype=BF16, grad_dtype=BF16, accumulation=3, steps=3),
+    ),
+    "2 ranks, tied, bf16 params, accumulation 3": (2, Case(model="tied", dtype=BF16, accumulation=3)),
+    "2 ranks, fp16 params, missing gradients": (2, Case(dtype=FP16, missing=True)),
+    "3 ranks, fp32, one bucket a buffer": (3, Case(bucket_mib=None)),
+    "3 ranks, tied, bf16 params and gradients": (3, Case(model="tied", dtype=BF16, grad_dtype=BF16)),
+    "3 ranks, fp16 params, accumulation 3, missing gradients": (
+        3,
+        Case(dtype=FP16, accumulation=3, missing=True, steps=3),
+    ),
+    "3 ranks, fp32 params, bf16 gradients, missing gradients": (3, Case(grad_dtype=BF16, missing=True)),
+    "4 ranks, fp32, missing gradients": (4, Case(missing=True)),
+    "4 ranks, tied, fp32, accumulation 3, one bucket a buffer": (
+        4,
+        Case(model="tied", accumulation=3, bucket_mib=None),
+    ),
+    "4 ranks, fewer params than ranks, bf16": (4, Case(model="few", dtype=BF16)),
+    "8 ranks, bf16": (8, Case(dtype=BF16, steps=2, bucket_mib=0.002)),
+    "8 ranks, tied, accumulation 3, missing gradients": (
+        8,
+        Case(model="tied", accumulation=3, missing=True, steps=2, bucket_mib=None),
+    ),
+    "8 ranks, fewer params than ranks": (8, Case(model="few", steps=3)),
+}
+
+# Every matrix rule, other rule, scale, decay mode, clip scope and Newton-Schulz dtype at least once, most of them against several others.
+RULES: dict[str, dict[str, Any]] = {
+    "muon, decoupled decay on both, clip all": {
+        "weight_decay": 0.1,
+        "other_weight_decay": 0.1,
+        "clip": 0.5,
+    },
+    "muon with lion, spectral, independent decay, clip other-only": {
+        "other": "lion",
+        "scale": "spectral",
+        "weight_decay": 0.01,
+        "weight_decay_mode": "independent",
+        "other_weight_decay": 0.1,
+        "other_weight_decay_mode": "decoupled",
+        "clip": 0.5,
+        "clip_scope": "other-only",
+    },
+    "muon without nesterov, no scale, extra scale, coupled decay, a clip that is never reached": {
+        "nesterov": False,
+        "scale": "none",
+        "extra_scale": 0.5,
+        "weight_decay": 0.1,
+        "weight_decay_mode": "coupled",
+        "other_weight_decay": 0.01,
+        "other_weight_decay_mode": "independent",
+        "clip": 1e6,
+    },
+    "muon in fp32, shape scale, clip switched off": {
+        "ns_dtype": FP32,
+        "scale": "shape",
+        "clip": 0.5,
+        "clip_scope": "none",
+    },
+    "muon in fp16, unit rms": {"ns_dtype": FP16, "scale": "unit_rms", "momentum": 0.9},
+    "normuon, shape scale, coupled decay": {
+        "matrix": "normuon",
+        "scale": "shape",
+        "weight_decay": 0.1,
+        "weight_decay_mode": "coupled",
+        "other_weight_decay": 0.1,
+        "other_weight_decay_mode": "coupled",
+    },
+    "normuon in fp32 with lion, clip all": {
+        "matrix": "normuon",
+        "other": "lion",
+        "ns_dtype": FP32,
+        "clip": 0.25,
+        "other_weight_decay": 0.1,
+        "other_weight_decay_mode": "coupled",
+    },
+    "adamuon, independent decay, clip other-only": {
+        "matrix": "adamuon",
+        "weight_decay": 0.01,
+        "weight_decay_mode": "independent",
+        "clip": 0.25,
+        "clip_scope": "other-only",
+    },
+    "adamuon in fp16 without nesterov, spectral": {
+        "matrix": "adamuon",
+        "ns_dtype": FP16,
+        "nesterov": False,
+        "scale": "spectral",
+    },
+    "adamw for matrices too, clip all": {
+        "matrix": "adamw",
+        "weight_decay": 0.1,
+        "other_weight_decay": 0.1,
+        "clip": 0.5,
+    },
+}
+
+
+def assert_bitwise(world: int, case: Case) -> None:
+    found = [text for texts in run_ranks(world, train_and_compare, case) for text in texts]
+    assert not found, "\n".join(found[:10])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_world_and_dtype_matches_the_oracle_bitwise(name: str, layout: str) -> None:
+    world, case = WORLDS[name]
+    assert_bitwise(world, replace(case, layout=layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_and_option_matches_the_oracle_bitwise(name: str, layout: str) -> None:
+    assert_bitwise(3, Case(layout=layout, hyper=RULES[name], steps=3, bucket_mib=0.002))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sixty_steps_with_bf16_newton_schulz_match_the_oracle_bitwise(world: int) -> None:
+    shapes = [(6, 4), (5, 9), (8, 8), (1, 7)]
+    assert_bitwise(world, Case(shapes=shapes, steps=60, bucket_mib=None, hyper={"weight_decay": 0.1, "clip": 1.0}))
+
+
+def test_checked_collectives_change_nothing() -> None:
+    assert_bitwise(3, Case(check_collectives=True, steps=2))
+
+
+def test_ranks_that_own_nothing_and_are_home_to_nothing_exist_in_these_tests() -> None:
+    owners = run_ranks(8, owned, Case(model="few"))
+    assert any(numel == 0 for numel, _ in owners)
+    assert any(homed == 0 for _, homed in owners)
+    assert any(numel > 0 for numel, _ in owners)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("checkpointing", ["none", "plain", "reentrant"])
+def test_a_reused_layer_under_real_backward_matches_the_oracle_bitwise(checkpointing: str, overlap: bool) -> None:
+    setting = Setting(checkpointing=checkpointing, overlap=overlap)
+    found = [text for texts in run_ranks(2, real_network_against_oracle, setting, 2) for text in texts]
+    assert not found, "\n".join(found[:10])
+
+
+def train(steps: range) -> list[Action]:
+    return [action for step in steps for action in (("backward", step), ("step",))]
+
+
+def outcomes(actions: list[Action], world: int = 3, **setting: Any) -> list[list[str]]:
+    """What each rank saw; ranks must agree on which steps were taken."""
+    seen = run_ranks(world, follow, actions, Setting(**setting))
+    assert len({tuple(text.split()[0] for text in texts) for texts in seen}) == 1
+    return seen
+
+
+def finals(seen: list[list[str]]) -> list[str]:
+    return [texts[-1] for texts in seen]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "plain", "reentrant"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reduction_during_backward_gives_the_same_bits_as_reduction_after_it(layout: str, checkpointing: str) -> None:
+    actions = train(range(5))
+    overlapped = outcomes(actions, layout=layout, checkpointing=checkpointing)
+    assert overlapped == outcomes(actions, layout=layout, checkpointing=checkpointing, overlap=False)
+
+
+def test_one_bucket_a_buffer_gives_the_same_bits_with_and_without_overlap() -> None:
+    actions = train(range(3))
+    assert outcomes(actions, bucket_mib=None) == outcomes(actions, bucket_mib=None, overlap=False)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_second_backward_without_no_sync_accumulates(overlap: bool) -> None:
+    twice = [*train(range(2)), ("backward", 2, 0), ("backward", 2, 1), ("step",), *train(range(3, 5))]
+    accumulated = [*train(range(2)), ("accumulate", 2, 0), ("backward", 2, 1), ("step",), *train(range(3, 5))]
+    assert outcomes(twice, overlap=overlap) == outcomes(accumulated, overlap=overlap)
+
+
+def test_no_sync_for_every_microbatch_still_reduces_in_step() -> None:
+    never = [*train(range(2)), ("accumulate", 2, 0), ("accumulate", 2, 1), ("step",), *train(range(3, 4))]
+    last = [*train(range(2)), ("accumulate", 2, 0), ("backward", 2, 1), ("step",), *train(range(3, 4))]
+    assert outcomes(never) == outcomes(last)
+
+
+@pytest.mark.parametrize("forget", ["zero_grad", "model.zero_grad"])
+@pytest.mark.parametrize("failure", ["failing forward", "failing backward"])
+def test_a_retry_after_an_exception_gives_the_bits_of_a_run_without_it(failure: str, forget: str) -> None:
+    failed = outcomes([*train(range(2)), (failure, 2), (forget,), *train(range(2, 4))])
+    assert all("failed" in texts for texts in failed)
+    assert finals(failed) == finals(outcomes(train(range(4))))
+
+
+def test_a_failure_in_the_very_first_backward_leaves_nothing_behind() -> None:
+    failed = outcomes([("failing backward", 0), ("zero_grad",), *train(range(3))])
+    assert finals(failed) == finals(outcomes(train(range(3))))
+
+
+def test_a_second_step_without_gradients_is_skipped_and_changes_nothing() -> None:
+    for texts in outcomes([*train(range(2)), ("step",)]):
+        stepped, again = texts[-2:]
+        assert stepped.replace("stepped", "skipped") == again
+
+
+def test_zero_grad_before_step_makes_it_a_skipped_step_that_changes_nothing() -> None:
+    for texts in outcomes([*train(range(2)), ("backward", 2), ("zero_grad",), ("step",)]):
+        stepped, again = texts[-2:]
+        assert stepped.replace("stepped", "skipped") == again
+
+
+def test_eval_between_steps_reads_fresh_weights_and_changes_nothing() -> None:
+    interrupted = [("eval",), *train(range(2)), ("eval",), ("backward", 2), ("eval",), ("step",), ("eval",)]
+    assert outcomes(interrupted) == outcomes(train(range(3)))
+
+
+def test_gradients_missing_on_some_ranks_do_not_change_the_order_of_collectives() -> None:
+    partial = [*train(range(2)), ("partial", 2), ("step",), *train(range(3, 4))]
+    assert outcomes(partial) == outcomes(partial, overlap=False)
+
+
+def test_a_users_all_reduce_between_backward_and_step_meets_its_own_kind() -> None:
+    with_metric = [*train(range(2)), ("partial", 2), ("metric",), ("step",), ("metric",)]
+    assert outcomes(with_metric) == outcomes([*train(range(2)), ("partial", 2), ("step",)])
+
+
+def test_zero_grad_after_gradients_missing_on_some_ranks_starts_afresh() -> None:
+    dropped = [*train(range(2)), ("partial", 2), ("zero_grad",), *train(range(3, 5))]
+    assert outcomes(dropped) == outcomes([*train(range(2)), *train(range(3, 5))])
+
+
+def test_a_second_backward_that_reaches_some_params_on_some_ranks_only_accumulates() -> None:
+    twice = [*train(range(2)), ("backward", 2), ("partial", 3), ("step",), *train(range(4, 5))]
+    accumulated = [*train(range(2)), ("accumulate", 2), ("partial", 3), ("step",), *train(range(4, 5))]
+    assert outcomes(twice) == outcomes(accumulated)
+
+
+def test_control_gaussian_gradients_differ_between_layouts_and_exact_ones_do_not() -> None:
+    assert any(run_ranks(3, layouts_differ_in, False)), "Gaussian gradients came out equal: the comparison sees nothing"
+    assert not any(run_ranks(3, layouts_differ_in, True))
+
+
+@pytest.mark.parametrize("sabotage", ["momentum", "gradient"])
+def test_control_one_ulp_in_the_library_run_is_seen(sabotage: str) -> None:
+    found = [text for texts in run_ranks(2, train_and_compare, Case(sabotage=sabotage, steps=2)) for text in texts]
+    assert any(sabotage in text for text in found), found

@@ -1,0 +1,78 @@
+"""`python -m tests.reliability NAME [--sabotage] [--quick]`: one JSON line; exit 0 if nothing was bad. `all` runs every figure and its control."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import time
+import warnings
+from importlib import import_module
+from typing import Any
+
+FIGURES = {
+    "oracle_parity": "S5: shapes and worlds, 0 ulp from the single-process oracle",
+    "layout_props": "S6: properties of generated plans, up to 65,536 ranks",
+    "comm_contract": "S7: collectives that differ between ranks are stopped before data moves",
+    "nonfinite": "S13: inf and NaN on one rank skip the step on all, with nothing changed",
+    "misuse": "S15: every wrong use has a typed error that names the object and the remedy",
+    "config_fuzz": "S16: every generated config runs or is refused in words",
+}
+QUICK_CASES, FULL_CASES = 300, 2000
+"""For figures that ask how many cases to try."""
+
+
+def measure(name: str, *, quick: bool, sabotage: bool) -> dict[str, Any]:
+    """Run one figure; what it found as plain data."""
+    figure = import_module(f"tests.reliability.{name}").run
+    wanted = inspect.signature(figure).parameters
+    arguments = {"quick": quick, "sabotage": sabotage, "n": QUICK_CASES if quick else FULL_CASES}
+    begin = time.monotonic()
+    found = figure(**{key: value for key, value in arguments.items() if key in wanted})
+    fields = found if isinstance(found, dict) else found._asdict()
+    return {
+        "figure": name,
+        "n": fields["n"],
+        "bad": fields["bad"],
+        "worst": fields["worst"],
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+
+
+def run_all(*, quick: bool) -> bool:
+    """Every figure, then its control: good when no figure is bad and every control is."""
+    good = True
+    for name in FIGURES:
+        for sabotage in (False, True):
+            found = measure(name, quick=quick, sabotage=sabotage)
+            print(json.dumps({**found, "sabotage": sabotage}), flush=True)
+            good = good and (found["bad"] > 0) == sabotage
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability", description="The reliability board.")
+    parser.add_argument(
+        "figure", nargs="?", choices=[*FIGURES, "all"], metavar="NAME", help=f"{', '.join(FIGURES)} or all"
+    )
+    parser.add_argument("--sabotage", action="store_true", help="run the control, which must exit 1")
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--list", action="store_true", help="name the figures and stop")
+    options = parser.parse_args()
+    if options.list:
+        for name, text in FIGURES.items():
+            print(f"{name:14} {text}")
+        return 0
+    if options.figure is None:
+        parser.error("name a figure, or 'all'; --list shows them")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    if options.figure == "all":
+        return 0 if run_all(quick=options.quick) else 1
+    found = measure(options.figure, quick=options.quick, sabotage=options.sabotage)
+    print(json.dumps(found))
+    return 0 if found["bad"] == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

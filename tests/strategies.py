@@ -1,0 +1,190 @@
+"""Strategies for the pure layers: small tables with every odd param in them, plans of them, matrices cut in every way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from layerwise.dtypes import DType
+from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.storage import BucketPlan, BufferPlan, plan_storage
+from layerwise.layout.work import WorkPlan, plan_work
+from layerwise.routing.geometry import Box, collapse
+from layerwise.routing.matrices import Matrix
+from layerwise.routing.rules import Route, route_params
+from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
+
+LIGHT = settings(deadline=None, derandomize=True, max_examples=50)
+"""Examples that each plan a whole model."""
+MANY = settings(deadline=None, derandomize=True, max_examples=100)
+"""Examples that are arithmetic on a few integers."""
+
+worlds = st.integers(1, 9)
+"""Ranks: with 3, 5, 6, 7 and 9, shard borders fall where powers of two never put them."""
+
+_DTYPES = (DType.FP32, DType.BF16, DType.FP16)
+
+
+def random_sizes(rng: Random, total: int, max_parts: int = 4) -> tuple[int, ...]:
+    """Positive sizes that sum to `total`."""
+    cuts = sorted(rng.sample(range(1, total), min(rng.randrange(max_parts), total - 1)))
+    return tuple(stop - start for start, stop in itertools.pairwise([0, *cuts, total]))
+
+
+def _random_matrix(rng: Random) -> ParamSpec:
+    rows, cols = rng.randint(1, 24), rng.randint(1, 24)
+    blocks = random_sizes(rng, rows) if rng.random() < 0.5 else ()
+    return ParamSpec(fqn="", shape=(rows, cols), module_kind=ModuleKind.LINEAR, module_type="Linear", row_blocks=blocks)
+
+
+def _random_oddity(rng: Random) -> ParamSpec:
+    match rng.choice(["scalar", "empty", "vector", "vector", "stack", "stack", "conv", "table"]):
+        case "scalar":
+            return ParamSpec(fqn="", shape=())
+        case "empty":
+            return ParamSpec(fqn="", shape=rng.choice([(0,), (0, 4), (3, 0, 2)]))
+        case "vector":
+            return ParamSpec(fqn="", shape=(rng.randint(1, 300),), module_kind=ModuleKind.NORM, module_type="LayerNorm")
+        case "stack":
+            shape = (rng.randint(1, 4), rng.randint(1, 8), rng.randint(1, 8))
+            return ParamSpec(fqn="", shape=shape, module_type="GroupedExperts", domain="expert")
+        case "conv":
+            shape = (rng.randint(1, 8), rng.randint(1, 4), 3, 3)
+            return ParamSpec(fqn="", shape=shape, module_kind=ModuleKind.CONV, module_type="Conv2d")
+    return ParamSpec(
+        fqn="", shape=(40, 6), module_kind=ModuleKind.EMBEDDING, module_type="Embedding", tied_across_stages=True
+    )
+
+
+def random_param(rng: Random) -> ParamSpec:
+    """One param without a name: half are matrices, a tenth are frozen, a fifth tied across stages."""
+    spec = _random_matrix(rng) if rng.random() < 0.5 else _random_oddity(rng)
+    return replace(
+        spec,
+        dtype=rng.choice(_DTYPES),
+        trainable=rng.random() < 0.9,
+        tied_across_stages=spec.tied_across_stages or rng.random() < 0.2,
+    )
+
+
+def named(specs: Sequence[ParamSpec], rng: Random) -> ParamTable:
+    """A table whose names do not sort in the order of registration; half of all tables have one dtype only."""
+    names = [f"layer{number}.weight" for number in range(len(specs))]
+    rng.shuffle(names)
+    one_dtype = rng.random() < 0.5
+    return ParamTable(
+        tuple(
+            replace(spec, fqn=name, dtype=specs[0].dtype if one_dtype else spec.dtype)
+            for name, spec in zip(names, specs, strict=True)
+        )
+    )
+
+
+def tables(max_params: int = 10) -> st.SearchStrategy[ParamTable]:
+    """A model. Every param has a seed of its own: quick to draw, and a failing table still shrinks param by param."""
+    seeds = st.lists(st.integers(0, 2**16), min_size=1, max_size=max_params)
+    return seeds.map(lambda found: named([random_param(Random(seed)) for seed in found], Random(found[0])))
+
+
+@st.composite
+def plans(draw: st.DrawFn, layout: str = "flat") -> Plan:
+    """A plan with buckets and cohorts small enough that there are several of each."""
+    return make_plan(
+        draw(tables()),
+        world=draw(worlds),
+        layout=layout,
+        bucket_numel=draw(st.sampled_from([1, 64, 200, 500, 2000])),
+        cohort_numel=draw(st.sampled_from([1, 32, 200, 10_000])),
+    )
+
+
+def matrix_of(fqn: str, index: int, rows: int, cols: int, grid: tuple[int, ...], box: Box) -> Matrix:
+    """A matrix from any box of any grid over a param."""
+    small_grid, small_box = collapse(grid, box)
+    return Matrix(fqn=fqn, index=index, rows=rows, cols=cols, grid=small_grid, box=small_box)
+
+
+def column_blocks(fqn: str, rows: int, widths: tuple[int, ...]) -> tuple[Matrix, ...]:
+    """A (rows, sum(widths)) weight cut into blocks of columns."""
+    found, start, grid = [], 0, (rows, sum(widths))
+    for index, width in enumerate(widths):
+        found.append(matrix_of(fqn, index, rows, width, grid, Box((0, start), (rows, start + width))))
+        start += width
+    return tuple(found)
+
+
+def interleaved_blocks(fqn: str, groups: int, sizes: tuple[int, ...], cols: int) -> tuple[Matrix, ...]:
+    """Megatron's fused QKV: in every group `sizes[k]` rows of matrix k, so that no matrix is contiguous."""
+    found, start, grid = [], 0, (groups, sum(sizes), cols)
+    for index, size in enumerate(sizes):
+        box = Box((0, start, 0), (groups, start + size, cols))
+        found.append(matrix_of(fqn, index, groups * size, cols, grid, box))
+        start += size
+    return tuple(found)
+
+
+def random_cut(rng: Random) -> tuple[ParamSpec, tuple[Matrix, ...]]:
+    """A param and matrices that partition it: columns, interleaved rows, or what routing makes of it."""
+    match rng.choice(["columns", "interleaved", "routed"]):
+        case "columns":
+            rows, cols = rng.randint(1, 12), rng.randint(1, 16)
+            spec = ParamSpec(fqn="w", shape=(rows, cols), module_kind=ModuleKind.LINEAR, module_type="Linear")
+            return spec, column_blocks("w", rows, random_sizes(rng, cols))
+        case "interleaved":
+            groups, cols, sizes = rng.randint(1, 5), rng.randint(1, 7), random_sizes(rng, rng.randint(1, 6))
+            spec = ParamSpec(
+                fqn="w", shape=(groups * sum(sizes), cols), module_kind=ModuleKind.LINEAR, module_type="Linear"
+            )
+            return spec, interleaved_blocks("w", groups, sizes, cols)
+    while True:
+        spec = replace(random_param(rng), fqn="w", trainable=True)
+        route = route_params(ParamTable((spec,)))["w"]
+        if route.matrices:
+            return spec, route.matrices
+
+
+def cut_params() -> st.SearchStrategy[tuple[ParamSpec, tuple[Matrix, ...]]]:
+    """`random_cut`, by seed."""
+    return st.integers(0, 2**16).map(lambda seed: random_cut(Random(seed)))
+
+
+@dataclass(frozen=True)
+class Worked:
+    """Storage and the work of one domain, as far as an exchange needs them."""
+
+    table: ParamTable
+    buffers: tuple[BufferPlan, ...]
+    work: WorkPlan
+
+    @property
+    def buckets(self) -> dict[int, BucketPlan]:
+        return {bucket.index: bucket for buffer in self.buffers for bucket in buffer.buckets}
+
+
+@st.composite
+def worked(draw: st.DrawFn) -> Worked:
+    """Params cut in every way, also in ways that no default rule makes, stored and assigned over a few ranks."""
+    world = draw(worlds)
+    cuts = draw(st.lists(cut_params(), min_size=1, max_size=5))
+    specs, routes = [], {}
+    for number, (spec, matrices) in enumerate(cuts):
+        fqn = f"w{number}"
+        specs.append(replace(spec, fqn=fqn, domain="dense", dtype=DType.BF16))
+        routes[fqn] = Route(
+            family="matrix", reason="cut by hand", matrices=tuple(replace(matrix, fqn=fqn) for matrix in matrices)
+        )
+    table = ParamTable(tuple(specs))
+    buffers = plan_storage(
+        table,
+        routes,
+        world_by_domain={"dense": world},
+        layout="flat",
+        bucket_numel=draw(st.sampled_from([1, 200, 1000])),
+    )
+    work = plan_work(buffers, routes, domain="dense", world=world, cohort_numel=draw(st.sampled_from([1, 50, 10_000])))
+    return Worked(table, buffers, work)

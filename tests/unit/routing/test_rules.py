@@ -1,0 +1,251 @@
+import re
+
+import pytest
+
+from layerwise.routing.rules import DEFAULT_RULES, RouteRule, explain, route_params, summarise
+from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
+
+
+def spec(
+    fqn: str, shape: tuple[int, ...], kind: ModuleKind = ModuleKind.OTHER, type_: str = "", **fields: object
+) -> ParamSpec:
+    return ParamSpec(fqn=fqn, shape=shape, module_kind=kind, module_type=type_, **fields)  # type: ignore[arg-type]
+
+
+LINEAR, EMBEDDING, NORM, CONV, OTHER = (
+    ModuleKind.LINEAR,
+    ModuleKind.EMBEDDING,
+    ModuleKind.NORM,
+    ModuleKind.CONV,
+    ModuleKind.OTHER,
+)
+
+# One or more params per default rule: the rule's name, the param, where it goes and the reason in words.
+EXAMPLES = [
+    ("scalars and vectors", spec("gain", ()), "other", "is a scalar"),
+    (
+        "scalars and vectors",
+        spec("fc.bias", (8,), LINEAR, "Linear"),
+        "other",
+        "is a vector (bias, norm or gate), not a matrix",
+    ),
+    ("scalars and vectors", spec("empty.weight", (0, 8), LINEAR, "Linear"), "other", "has no elements"),
+    (
+        "scalars and vectors",
+        spec("norm.weight", (8,), NORM, "RMSNorm"),
+        "other",
+        "is a vector (bias, norm or gate), not a matrix",
+    ),
+    (
+        "embeddings",
+        spec("wte.weight", (9, 4), EMBEDDING, "Embedding"),
+        "other",
+        "is an embedding table (Embedding): its rows are looked up, not multiplied",
+    ),
+    (
+        "embeddings",
+        spec("wte.weight", (9, 4), EMBEDDING, "Embedding", aliases=("out.weight",), alias_kinds=(LINEAR,)),
+        "other",
+        "is an embedding table (Embedding, tied to 'out.weight'): its rows are looked up, not multiplied",
+    ),
+    (
+        "embeddings",
+        spec("out.weight", (9, 4), LINEAR, "Linear", aliases=("wte.weight",), alias_kinds=(EMBEDDING,)),
+        "other",
+        "is an embedding table (Linear, tied to 'wte.weight'): its rows are looked up, not multiplied",
+    ),
+    ("norms", spec("norm.weight", (4, 8), NORM, "LayerNorm"), "other", "belongs to a normalisation layer (LayerNorm)"),
+    (
+        "output heads",
+        spec("out.weight", (9, 4), LINEAR, "Linear", maps_to_vocabulary=True),
+        "other",
+        "is an output head: a linear layer onto the rows of an embedding",
+    ),
+    (
+        "output heads",
+        spec("model.lm_head.weight", (9, 4), LINEAR, "Linear"),
+        "other",
+        "is an output head, going by its name 'lm_head'",
+    ),
+    (
+        "grouped convolutions",
+        spec("conv.weight", (8, 1, 3), CONV, "Conv1d", conv_groups=8),
+        "other",
+        "is a convolution in 8 groups: its rows belong to different inputs",
+    ),
+    ("linear layers", spec("fc.weight", (8, 4), LINEAR, "Linear"), "matrix", "is the weight of a Linear"),
+    (
+        "linear layers",
+        spec("qkv.weight", (8, 4), LINEAR, "Linear", row_blocks=(4, 2, 2)),
+        "matrix",
+        "is the weight of a Linear, in row blocks of 4, 2, 2",
+    ),
+    (
+        "convolutions",
+        spec("conv.weight", (8, 4, 3, 3), CONV, "Conv2d"),
+        "matrix",
+        "is a convolution, flattened to rows x (columns * kernel)",
+    ),
+    ("stacks", spec("experts.w1", (3, 8, 4), OTHER, "GroupedExperts"), "matrix", "is a stack of 3 matrices (experts)"),
+    (
+        "tables by name",
+        spec("vit.pos_embed", (16, 4)),
+        "other",
+        "looks like a table by its name ('embed' in 'pos_embed')",
+    ),
+    ("tables by name", spec("cls_token", (1, 4)), "other", "looks like a table by its name ('token' in 'cls_token')"),
+    ("bare matrices", spec("mixer.weight", (8, 4), OTHER, "Mixer"), "matrix", "is a 2-D param held directly by Mixer"),
+    ("bare matrices", spec("weight", (8, 4)), "matrix", "is a 2-D param held directly by a module"),
+    ("everything else", spec("kernel", (2, 3, 4, 5)), "other", "has 4 dims, which no matrix rule covers"),
+]
+
+
+@pytest.mark.parametrize(("rule", "param", "family", "reason"), EXAMPLES)
+def test_every_default_rule_gives_its_reason(rule: str, param: ParamSpec, family: str, reason: str) -> None:
+    route = route_params(ParamTable((param,)))[param.fqn]
+    assert (route.family, route.reason) == (family, reason)
+    assert bool(route.matrices) == (family == "matrix")
+
+
+@pytest.mark.parametrize(("rule", "param", "family", "reason"), EXAMPLES)
+def test_explain_tries_the_rules_in_order_and_ends_with_the_one_that_matched(
+    rule: str, param: ParamSpec, family: str, reason: str
+) -> None:
+    *tried, (name, verdict) = explain(param)
+    names = [default.name for default in DEFAULT_RULES]
+    assert [*(earlier for earlier, _ in tried), name] == names[: names.index(rule) + 1]
+    assert {said for _, said in tried} <= {"no match"}
+    assert verdict == f"matched: {reason.split(', in row blocks')[0]}; goes to {family}"
+
+
+def test_the_examples_show_every_default_rule() -> None:
+    assert {rule for rule, *_ in EXAMPLES} == {default.name for default in DEFAULT_RULES}
+
+
+def test_a_frozen_param_has_no_rule_whatever_it_is() -> None:
+    param = spec("fc.weight", (8, 4), LINEAR, "Linear", trainable=False)
+    route = route_params(ParamTable((param,)), [RouteRule(pattern="fc.*", to="matrix")])["fc.weight"]
+    assert (route.family, route.reason, route.matrices) == ("frozen", "does not require a gradient", ())
+    assert list(explain(param)) == [("frozen params", "matched: does not require a gradient")]
+
+
+TABLE = table_of([("blocks.0.fc.weight", (8, 4)), ("blocks.0.router.weight", (4, 4)), ("blocks.1.fc.weight", (8, 4))])
+
+
+def test_the_first_user_rule_that_matches_wins() -> None:
+    rules = [
+        RouteRule(pattern="*.router.weight", to="other", options={"lr": 0.1, "betas": (0.8, 0.9)}),
+        RouteRule(pattern="blocks.*", to="matrix"),
+    ]
+    routes = route_params(TABLE, rules)
+    assert routes["blocks.0.router.weight"].family == "other"
+    assert routes["blocks.0.router.weight"].reason == "matches the user's rule 1 ('*.router.weight')"
+    assert routes["blocks.0.router.weight"].options == (("betas", (0.8, 0.9)), ("lr", 0.1))
+    assert routes["blocks.0.fc.weight"].reason == "matches the user's rule 2 ('blocks.*')"
+
+
+def test_explain_shows_user_rules_before_the_defaults() -> None:
+    rules = [RouteRule(pattern="*.router.weight", to="other"), RouteRule(pattern="blocks.1.*", to="other")]
+    assert list(explain(TABLE.find("blocks.1.fc.weight"), rules)) == [
+        ("user rule 1 '*.router.weight'", "no match"),
+        ("user rule 2 'blocks.1.*'", "matched: goes to other"),
+    ]
+    *_, last = explain(TABLE.find("blocks.0.fc.weight"), rules)
+    assert last == ("linear layers", "matched: is the weight of a Linear; goes to matrix")
+
+
+def test_row_blocks_of_a_rule_override_those_of_the_module() -> None:
+    table = ParamTable((spec("qkv.weight", (8, 4), LINEAR, "Linear", row_blocks=(4, 4)),))
+    routes = route_params(table, [RouteRule(pattern="qkv.*", to="matrix", row_blocks=(4, 2, 2))])
+    assert [matrix.rows for matrix in routes["qkv.weight"].matrices] == [4, 2, 2]
+    kept = route_params(table, [RouteRule(pattern="qkv.*", to="matrix")])
+    assert [matrix.rows for matrix in kept["qkv.weight"].matrices] == [4, 4]
+
+
+@pytest.mark.parametrize("pattern", ["wte.*", "lm_head.*"])
+def test_a_tied_param_matches_by_either_name(pattern: str) -> None:
+    tied = spec("wte.weight", (9, 4), EMBEDDING, "Embedding", aliases=("lm_head.weight",), alias_kinds=(LINEAR,))
+    routes = route_params(ParamTable((tied,)), [RouteRule(pattern=pattern, to="matrix")])
+    assert routes["wte.weight"].reason == f"matches the user's rule 1 ({pattern!r})"
+
+
+def test_patterns_are_case_sensitive_on_every_platform() -> None:
+    with pytest.raises(ValueError, match="matches no param"):
+        route_params(TABLE, [RouteRule(pattern="BLOCKS.*", to="other")])
+
+
+def test_a_rule_that_matches_nothing_is_an_error_with_the_nearest_name() -> None:
+    expected = "route rule 2 ('blocks.0.ruoter.weight') matches no param. Did you mean 'blocks.0.router.weight'?"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        route_params(
+            TABLE, [RouteRule(pattern="*.fc.*", to="matrix"), RouteRule(pattern="blocks.0.ruoter.weight", to="other")]
+        )
+
+
+def test_a_rule_in_the_shadow_of_an_earlier_one_is_an_error() -> None:
+    expected = (
+        "route rule 2 ('*.router.weight') never applies: every param it matches is taken by rule 1 ('blocks.*'), "
+        "which comes first. "
+        "Reorder the rules or remove one."
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        route_params(
+            TABLE, [RouteRule(pattern="blocks.*", to="matrix"), RouteRule(pattern="*.router.weight", to="other")]
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    [
+        ((8,), "a matrix rule needs at least two dims. Route it to 'other'."),
+        ((2, 2, 2, 2), "expected a matrix, a stack (E, M, N) or a convolution, got 4 dims. Route it to 'other'."),
+        ((0, 8), "a matrix rule needs elements. Route it to 'other'."),
+    ],
+)
+def test_a_user_rule_cannot_make_a_matrix_of_what_is_none(shape: tuple[int, ...], complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"param 'odd' has shape {shape}: {complaint}")):
+        route_params(ParamTable((spec("odd", shape),)), [RouteRule(pattern="odd", to="matrix")])
+
+
+def test_row_blocks_of_a_rule_that_do_not_add_up_name_the_param() -> None:
+    with pytest.raises(ValueError, match=re.escape("row blocks (4, 3) must be positive and sum to 8, got 7.")):
+        route_params(TABLE, [RouteRule(pattern="blocks.0.fc.weight", to="matrix", row_blocks=(4, 3))])
+
+
+def test_row_blocks_declared_on_a_stack_are_refused_by_default_too() -> None:
+    with pytest.raises(ValueError, match=re.escape("row_blocks=(4, 4) applies to 2-D params only.")):
+        route_params(ParamTable((spec("experts", (3, 8, 4), row_blocks=(4, 4)),)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"pattern": "a", "to": "muon"}, "route rule 'a': to must be 'matrix' or 'other', got 'muon'."),
+        (
+            {"pattern": "", "to": "other"},
+            "a route rule has an empty pattern: expected a glob on param names, such as '*.router.weight'.",
+        ),
+        (
+            {"pattern": "a", "to": "other", "row_blocks": (1,)},
+            "route rule 'a': row_blocks=(1,) only makes sense with to='matrix'.",
+        ),
+    ],
+)
+def test_a_malformed_rule_is_refused_when_it_is_made(fields: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        RouteRule(**fields)  # type: ignore[arg-type]
+
+
+def test_the_summary_counts_families_and_names_two_dimensional_params_left_aside() -> None:
+    table = ParamTable(
+        (
+            spec("wte.weight", (9, 4), EMBEDDING, "Embedding"),
+            spec("fc.weight", (8, 4), LINEAR, "Linear"),
+            spec("fc.bias", (8,), LINEAR, "Linear"),
+            spec("old.weight", (2, 2), LINEAR, "Linear", trainable=False),
+        )
+    )
+    assert summarise(route_params(table), table) == (
+        "matrix 1 params, 32 elements; other 2 params, 44 elements; frozen 1 params, 4 elements; "
+        "not orthogonalised though 2-D: 'wte.weight'"
+    )

@@ -1,0 +1,171 @@
+import dataclasses
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerwise.comm.launch import Ranks
+from layerwise.config.schema import (
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from layerwise.train.loop import train
+from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
+from layerwise.train.stop import StopRequest
+from tests.ranks import raised, run_ranks
+
+ALONE = Ranks(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Easy text: a few repeated lines, so that a few steps are enough to learn something."""
+    file: Path = tmp_path_factory.mktemp("text") / "easy.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog\nall work and no play\n" * 300)
+    return str(file)
+
+
+def config_of(text: str, **train: object) -> TrainConfig:
+    loop: dict[str, object] = {"steps": 6, "batch_size": 4, "eval_every": 3, "eval_sequences": 5, "log_every": 2}
+    return TrainConfig(
+        model=ModelConfig(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, seq_len=24),
+        data=DataConfig(path=text, val_fraction=0.2),
+        optim=OptimConfig(lr=0.02, other_lr=0.02, ns_dtype="fp32"),
+        schedule=ScheduleConfig(warmup_steps=2),
+        train=LoopConfig(**{**loop, **train}),  # type: ignore[arg-type]
+    )
+
+
+class Recorder:
+    """Keeps what it is told."""
+
+    def __init__(self, interrupt_at: int | None = None) -> None:
+        self.records: list[Record] = []
+        self.interrupt_at = interrupt_at
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+        if isinstance(record, StepRecord) and record.step == self.interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def steps(self, kind: type[Record]) -> list[int]:
+        return [
+            record.step for record in self.records if isinstance(record, kind) and not isinstance(record, RunRecord)
+        ]
+
+
+def test_a_run_tells_its_story_in_order_and_learns(text: str) -> None:
+    recorder = Recorder()
+    end = train(config_of(text, steps=20), ALONE, (recorder,))
+    assert isinstance(recorder.records[0], RunRecord)
+    assert recorder.records[-1] == end
+    assert recorder.steps(StepRecord) == list(range(2, 21, 2))
+    assert recorder.steps(EvalRecord) == [0, 3, 6, 9, 12, 15, 18, 20]
+    assert (end.outcome, end.step, end.tokens) == ("finished", 20, 20 * 4 * 24)
+    assert abs(end.first_val_bpb - 8.0) < 0.3
+    assert end.final_val_bpb < end.first_val_bpb - 1.0
+    losses = [record.loss for record in recorder.records if isinstance(record, StepRecord)]
+    assert losses[-1] < losses[0]
+
+
+def test_the_last_step_is_logged_and_validated_once_whatever_the_intervals(text: str) -> None:
+    recorder = Recorder()
+    train(config_of(text, steps=5, log_every=10, eval_every=0), ALONE, (recorder,))
+    assert recorder.steps(StepRecord) == [5]
+    assert recorder.steps(EvalRecord) == [0, 5]
+
+
+def test_two_runs_with_one_config_are_equal_bit_for_bit(text: str) -> None:
+    first, second = Recorder(), Recorder()
+    train(config_of(text), ALONE, (first,))
+    train(config_of(text), ALONE, (second,))
+    for a, b in zip(first.records, second.records, strict=True):
+        if isinstance(a, StepRecord) and isinstance(b, StepRecord):
+            assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
+
+
+def test_accumulation_is_the_same_as_a_larger_batch(text: str) -> None:
+    whole = train(config_of(text, batch_size=6), ALONE)
+    parts = train(config_of(text, batch_size=2, accumulation=3), ALONE)
+    # the mean of three means rounds differently from one mean
+    assert parts.final_val_bpb == pytest.approx(whole.final_val_bpb, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("optim", "precision", "layout"),
+    [
+        (OptimConfig(rule="adamw"), "fp32", "flat"),
+        (OptimConfig(rule="normuon", other_rule="lion", other_lr=1e-3), "fp32", "replicated"),
+        (OptimConfig(rule="adamuon", clip_grad_norm=None), "bf16", "auto"),
+        (OptimConfig(rule="muon", method="gram", coefficients="simple", scale="spectral", lr=1e-3), "bf16", "flat"),
+    ],
+)
+def test_every_rule_precision_and_layout_trains(text: str, optim: OptimConfig, precision: str, layout: str) -> None:
+    config = dataclasses.replace(
+        config_of(text, precision=precision),
+        optim=optim,
+        parallel=ParallelConfig(layout=layout),  # type: ignore[arg-type]
+    )
+    end = train(config, ALONE)
+    assert math.isfinite(end.final_val_bpb)
+    assert end.final_val_bpb < end.first_val_bpb
+
+
+def test_first_interrupt_finishes_the_step_and_ends_the_run_properly(text: str) -> None:
+    recorder = Recorder(interrupt_at=4)
+    end = train(config_of(text, steps=50), ALONE, (recorder,))
+    assert (end.outcome, end.step) == ("stopped", 4)
+    assert recorder.steps(EvalRecord) == [0, 3, 4]
+    assert isinstance(recorder.records[-1], EndRecord)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_interrupt_ends_it_now() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def _train_on_rank(rank: int, world: int, config: TrainConfig, interrupt_at: int | None) -> tuple[EndRecord, int]:
+    recorder = Recorder(interrupt_at if rank == 1 else None)
+    ranks = Ranks(rank=rank, world=world, local_rank=rank, device=torch.device("cpu"))
+    end = train(config, ranks, (recorder,))
+    return end, len(recorder.records)
+
+
+def test_two_ranks_train_like_one_on_the_same_global_batch(text: str) -> None:
+    alone = train(config_of(text, batch_size=4), ALONE)
+    ends = [end for end, _ in run_ranks(2, _train_on_rank, config_of(text, batch_size=2), None)]
+    assert ends[0].final_val_bpb == ends[1].final_val_bpb
+    assert ends[0].tokens == alone.tokens
+    # ranks sum gradients in another order than one process does
+    assert ends[0].first_val_bpb == pytest.approx(alone.first_val_bpb, rel=1e-6)
+    assert ends[0].final_val_bpb == pytest.approx(alone.final_val_bpb, rel=1e-4)
+
+
+def test_an_interrupt_on_one_rank_stops_all_at_the_same_step(text: str) -> None:
+    found = run_ranks(2, _train_on_rank, config_of(text, steps=50, batch_size=2), 4)
+    assert {(end.outcome, end.step) for end, _ in found} == {("stopped", 4)}
+    assert len({num_records for _, num_records in found}) == 1
+
+
+def _train_with_own_seed(rank: int, world: int, config: TrainConfig) -> str:
+    mine = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=rank))
+    return raised(lambda: train(mine, Ranks(rank=rank, world=world, local_rank=rank, device=torch.device("cpu"))))
+
+
+def test_ranks_that_were_started_differently_are_told_what_differs(text: str) -> None:
+    for message in run_ranks(2, _train_with_own_seed, config_of(text)):
+        assert message.startswith("PlanMismatchError: ranks 0 and 1 were started with different config:")
+        assert '"seed": 0' in message
+        assert '"seed": 1' in message

@@ -14,6 +14,7 @@ import json
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 from layerwise.layout.plan import make_plan
 from layerwise.planner.presets import preset
@@ -26,7 +27,10 @@ STATS_NUMEL = 8
 """Elements of the one statistics vector; its bytes are nothing beside the rest."""
 
 
-def measure(name: str, expert_parallel: int, world: int) -> dict[str, object]:
+HEADER = "model            N  matrices  buckets  padding %   plan s       sent  exchanged  imbalance"
+
+
+def measure(name: str, expert_parallel: int, world: int) -> dict[str, Any]:
     """One row: the plan of a model over some ranks, made three times to time it."""
     table = preset(name, expert_parallel=expert_parallel)
     seconds = []
@@ -50,21 +54,19 @@ def measure(name: str, expert_parallel: int, world: int) -> dict[str, object]:
     }
 
 
-def line(row: dict[str, object]) -> str:
-    balance = ", ".join(f"{domain} {value:.2f}" for domain, value in row["imbalance"].items())  # type: ignore[attr-defined]
+def line(row: dict[str, Any]) -> str:
+    balance = ", ".join(f"{domain} {value:.2f}" for domain, value in row["imbalance"].items())
     sent = row["bytes_by_collective_rank_0"]
-    total = format_nbytes(sum(sent.values()))  # type: ignore[attr-defined]
-    moved = format_nbytes(sent["all_to_all"])  # type: ignore[index]
-    return (
-        f"{row['model']:<12} {row['world']:>5} {row['matrices']:>9} {row['buckets']:>8} {row['padding_percent']:>10.6f} "
-        f"{row['plan_seconds']:>8.3f} {total:>10} {moved:>10}  {balance}"
+    cells = (
+        f"{row['model']:<12} {row['world']:>5} {row['matrices']:>9} {row['buckets']:>8}",
+        f"{row['padding_percent']:>10.6f} {row['plan_seconds']:>8.3f}",
+        f"{format_nbytes(sum(sent.values())):>10} {format_nbytes(sent['all_to_all']):>10}  {balance}",
     )
+    return " ".join(cells)
 
 
 def main() -> int:
-    print(
-        f"{'model':<12} {'N':>5} {'matrices':>9} {'buckets':>8} {'padding %':>10} {'plan s':>8} {'sent':>10} {'exchanged':>10}  imbalance"
-    )
+    print(HEADER)
     rows = []
     for name, expert_parallel in MODELS:
         for world in WORLDS:
@@ -79,14 +81,13 @@ def main() -> int:
             "python": platform.python_version(),
         },
         "rows": rows,
-        "worst_padding_percent": max(row["padding_percent"] for row in rows),  # type: ignore[type-var]
-        "worst_plan_seconds": max(row["plan_seconds"] for row in rows),  # type: ignore[type-var]
+        "worst_padding_percent": max(row["padding_percent"] for row in rows),
+        "worst_plan_seconds": max(row["plan_seconds"] for row in rows),
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
-    print(
-        f"worst padding {report['worst_padding_percent']} %, slowest plan {report['worst_plan_seconds']} s; wrote {RESULTS.name}"
-    )
+    worst, slowest = report["worst_padding_percent"], report["worst_plan_seconds"]
+    print(f"worst padding {worst} %, slowest plan {slowest} s; wrote {RESULTS.name}")
     return 0
 
 

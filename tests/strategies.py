@@ -1,4 +1,4 @@
-"""Strategies for the pure layers: small tables with every odd param in them, plans of them, matrices cut in every way."""
+"""Strategies for the pure layers: small tables with every odd param in them, their plans, matrices cut in every way."""
 
 from __future__ import annotations
 

@@ -9,6 +9,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+_MOST_NAMES = 12
+"""How many known names a message lists."""
+
 
 class PlanMismatchError(RuntimeError):
     """Two ranks derived different plans; the message names the first bucket and field that differ."""
@@ -53,7 +56,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {close[0]!r}?"
-    return f" Known: {', '.join(names)}." if names else ""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f" Known: {', '.join(names[:_MOST_NAMES])}{more}." if names else ""
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

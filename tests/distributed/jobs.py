@@ -213,7 +213,10 @@ def owned(rank: int, world: int, case: Case) -> tuple[int, int]:
 
 
 def resume(rank: int, world: int, setting: dict[str, Any]) -> tuple[str, str, str]:
-    """Train four steps at once, and two and two with a state dict in between: the hash of both, and whether loading gave what was saved."""
+    """Train four steps at once, and two and two with a state dict in between: the hash of both, and whether loading gave what was saved.
+
+    `weights` says when the model's weights are loaded: before it is wrapped, before the optimizer's state or after it.
+    """
     scaled, dtype = setting.get("scaled", False), setting["dtype"]
     case = Case(dtype=dtype, layout=setting["layout"], bucket_mib=0.002)
     hyper = Hyper(matrix=setting["matrix"], weight_decay=0.1)
@@ -245,8 +248,13 @@ def resume(rank: int, world: int, setting: dict[str, Any]) -> tuple[str, str, st
     saved = hash_everything(optimizer)
     train(model, optimizer, range(2, 4))
     file.seek(0)
-    fresh, fresh_optimizer = start(weights)
+    when = setting.get("weights", "before wrapping")
+    fresh, fresh_optimizer = start(weights if when == "before wrapping" else None)
+    if when == "before the optimizer":
+        fresh.module.load_state_dict(weights)
     fresh_optimizer.load_state_dict(torch.load(file, weights_only=True))
+    if when == "after the optimizer":
+        fresh.module.load_state_dict(weights)
     restored = "as saved" if hash_everything(fresh_optimizer) == saved else "other than saved"
     train(fresh, fresh_optimizer, range(2, 4))
     return hash_everything(optimizer), hash_everything(fresh_optimizer), restored

@@ -247,6 +247,16 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(world: int, name: st
         assert straight == resumed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("when", ["before the optimizer", "after the optimizer"])
+def test_weights_may_be_loaded_into_a_wrapped_model_before_or_after_its_optimizer_state(
+    when: str, dtype: torch.dtype
+) -> None:
+    setting = {"dtype": dtype, "matrix": "muon", "layout": "flat", "weights": when}
+    for straight, resumed, _ in run_ranks(2, resume, setting):
+        assert straight == resumed
+
+
 def test_a_state_dict_survives_torch_save_without_pickled_code() -> None:
     module, optimizer = net_and_optimizer(loss_scale=layerwise.LossScale())
     optimizer.scale_loss(net_loss(module, 0, 0)).backward()

@@ -1,12 +1,12 @@
 """S6: whatever the params and however many ranks, every element has exactly one owner and nothing overlaps.
 
-Cases come from a seeded generator: odd params (scalars, empty, stacks, row blocks, tied, frozen, several dtypes), worlds
-from 1 to 65,536. What a plan says is first copied into plain data (`Stored`), which six properties then check: coverage,
-exactly one owner, no overlap, alignment, padding bound, rank independence. All shards that hold anything are looked at,
-and some that hold nothing. The first cases are also planned by a process whose hash seed differs.
+Cases come from a seeded generator: odd params (scalars, empty, stacks, row blocks, tied, frozen, several dtypes) and
+worlds from 1 to 65,536. What a plan says is first copied into plain data (`Stored`), which six properties then check:
+coverage, exactly one owner, no overlap, alignment, padding bound, rank independence. All shards that hold anything are
+looked at, and some that hold nothing. The first cases are also planned by a process whose hash seed differs.
 
-With `sabotage` every case gets one bug planted into that copy, one kind per property in turn. The bad count is then what
-the properties caught, and zero when any property let through a bug that was meant for it.
+With `sabotage` every case gets one bug planted into that copy, one kind per property in turn. The bad count is then
+what the properties caught, and zero when any property let through a bug that was meant for it.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def one_owner(case: Stored) -> str:
 
 
 def no_overlap(case: Stored) -> str:
-    """Buckets, params in a bucket and spans in a shard lie one after another, each span where its param's place says."""
+    """Buckets, params in a bucket and spans in a shard follow one another, each span where its param's place says."""
     ends: dict[int, int] = defaultdict(int)
     for bucket in sorted(case.buckets, key=lambda bucket: (bucket.buffer, bucket.offset)):
         if bucket.offset != ends[bucket.buffer]:

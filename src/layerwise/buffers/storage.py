@@ -156,9 +156,8 @@ class Storage:
     @torch.no_grad()
     def pull_changed_params(self) -> None:
         """Take over weights that the user changed in place (`load_state_dict`, `param.copy_()`): the change counts, as
-        it would with
-        any torch optimizer. We write through the replica and never through the param, so its version moves only for
-        others."""
+        it would with any torch optimizer. We write through the replica and never through the param, so its version
+        moves only for others."""
         for bucket in self.buckets:
             changed = {
                 placement.fqn
@@ -168,7 +167,10 @@ class Storage:
             for span in bucket.spans:
                 if span.fqn in changed:
                     part = slice(span.shard_offset, span.shard_offset + span.numel)
-                    bucket.master[part].copy_(bucket.replica_shard[part])
+                    master, seen = bucket.master[part], bucket.replica_shard[part]
+                    # Where the replica is what the master rounds to, the master knows better: weights and masters may
+                    # both have been loaded, in either order.
+                    master.copy_(torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype)))
             self._versions.update({fqn: self.params[fqn]._version for fqn in changed})
 
     def nbytes(self) -> int:

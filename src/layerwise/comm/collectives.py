@@ -151,6 +151,8 @@ class Communicator:
             return f"the schedule has a {op.kind} here, the call is a {kind}."
         if tensor.dtype != torch_dtype(op.dtype):
             return f"the schedule has dtype {op.dtype}, the tensor {tensor.dtype}."
+        if other is not None and other.dtype != tensor.dtype:
+            return f"the tensors have dtypes {tensor.dtype} and {other.dtype}."
         expected = op.sent[self.rank] if kind == "all_to_all" else op.numel
         if tensor.numel() != expected:
             return f"the schedule has {expected} elements, the tensor {tensor.numel()}."

@@ -48,8 +48,7 @@ def all_ranks() -> Groups:
     if not dist.is_available() or not dist.is_initialized():
         return NO_GROUPS
     # Not the default group itself: a bucket may be reduced in backward on one rank and in step() on another, and
-    # whatever the
-    # user sends in between over the default group must not be taken for it.
+    # whatever the user sends in between over the default group must not be taken for it.
     return Groups(training=dist.new_group(), control=dist.new_group(backend="gloo"))
 
 

@@ -86,8 +86,7 @@ class GradReducer:
     @property
     def late(self) -> frozenset[int]:
         """Buckets that got a gradient on this rank after their reduction was launched (a second backward without
-        `no_sync`). Other
-        ranks may have other ones, so what to reduce again is for all of them to decide together."""
+        `no_sync`). Other ranks may have other ones, so what to reduce again is for all of them to decide together."""
         return frozenset(self._late)
 
     def reduce_again(self, indices: Iterable[int]) -> None:
@@ -146,8 +145,7 @@ class GradReducer:
         """Forget all gradients. Costs no pass over memory: the first write of a gradient replaces what was there.
 
         A round that was begun is finished first: other ranks may have launched buckets that this one has not, because
-        its gradients
-        were missing, and would wait for it for ever.
+        its gradients were missing, and would wait for it for ever.
         """
         if self._may_launch_early and self._arrivals:
             self._finish_round()

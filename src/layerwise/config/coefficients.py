@@ -1,8 +1,8 @@
 """Newton-Schulz coefficient sets, each with its source.
 
-A set is a list of (a, b, c), one triple per step of `X <- a X + (b A + c A^2) X` with `A = X X^T`. What happens when more
-steps are asked for than the set has depends on how the set was found: step by step towards 1 (repeat the last triple), as
-one step or cycle to be repeated (start again), or for exactly so many steps (refuse).
+A set is a list of (a, b, c), one triple per step of `X <- a X + (b A + c A^2) X` with `A = X X^T`. What happens when
+more steps are asked for than the set has depends on how the set was found: step by step towards 1 (repeat the last
+triple), as one step or cycle to be repeated (start again), or for exactly so many steps (refuse).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CoefficientSet:
     source: str
     triples: tuple[Coefficient, ...]
     past_end: Literal["repeat", "cycle", "refuse"] = "cycle"
-    """repeat: the last triple again. cycle: whole rounds only, since the first step of a round undoes the last of the one
-    before (quintic with 6 steps leaves singular values near 0.1). refuse: a fifth step of aol turns the update around
-    (p(1) = -0.59), which is gradient ascent."""
+    """repeat: the last triple again. cycle: whole rounds only, since the first step of a round undoes the last of the
+    one before (quintic with 6 steps leaves singular values near 0.1). refuse: a fifth step of aol turns the update
+    around (p(1) = -0.59), which is gradient ascent."""
 
 
 def _with_safety(triples: Sequence[Coefficient], safety: float) -> tuple[Coefficient, ...]:

@@ -15,8 +15,8 @@ def square_sums(spans: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each span, in fp64. inf and NaN stay visible.
 
     Products of two fp32 numbers are exact in fp64 and their sum carries 29 spare bits, so the cut into spans and ranks
-    changes the total by about 1e-16 relative (on CPU not at all where the sum is exact), far below the fp32 resolution of the
-    clip coefficient.
+    changes the total by about 1e-16 relative (on CPU not at all where the sum is exact), far below the fp32 resolution
+    of the clip coefficient.
     """
     if not spans:
         return torch.zeros(0, dtype=torch.float64)

@@ -55,8 +55,7 @@ class Plan:
         exchange: bool = True,
     ) -> CommSchedule:
         """The collectives of one step. Every cohort travels in bf16 unless `wire_dtypes` says otherwise; without
-        `exchange` (matrices under an
-        element-wise rule) none does."""
+        `exchange` (matrices under an element-wise rule) none does."""
         works = self.works if exchange else ()
         chosen = {(work.domain, cohort): DType.BF16 for work in works for cohort in range(work.num_cohorts)}
         return build_schedule(
@@ -175,6 +174,8 @@ def make_plan(
         raise ValueError(f"world must be at least 1, got {world}.")
     if bucket_numel is not None and bucket_numel < 1:
         raise ValueError(f"the bucket size must be at least one element, got {bucket_numel}.")
+    if cohort_numel < 1:
+        raise ValueError(f"the cohort size must be at least one element, got {cohort_numel}.")
     resolved = resolve_layout(layout)
     routes = route_params(table, rules)
     domains = sorted({param.domain for param in table})
@@ -200,7 +201,7 @@ def first_difference(mine: Mapping[str, object], theirs: Mapping[str, object]) -
 def _difference(mine: object, theirs: object, where: str) -> str | None:
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         label = mine.get("label")
-        here = str(label) if label is not None else where
+        here = label if isinstance(label, str) else where
         for key in [*mine, *(key for key in theirs if key not in mine)]:
             if key not in mine or key not in theirs:
                 return f"{here}: {key!r} is only on one of them"

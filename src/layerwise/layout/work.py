@@ -75,7 +75,7 @@ def holders(matrix: Matrix, bucket: BucketPlan, placement: Placement) -> dict[in
     found = {}
     for shard in bucket.shards_holding(placement, matrix.flat_start, matrix.flat_stop):
         start = shard * shard_numel - placement.offset
-        numel = sum(region.numel for region in matrix.regions(max(start, 0), min(start + shard_numel, placement.numel)))
+        numel = matrix.numel_within(max(start, 0), min(start + shard_numel, placement.numel))
         if numel:
             found[shard] = numel
     return found
@@ -103,22 +103,19 @@ def _nearest_of_equals(candidates: Sequence[_Candidate], home_by_key: dict[tuple
         by_shape[candidate.matrix.rows, candidate.matrix.cols].append(candidate)
     for equals in by_shape.values():
         free = Counter(home_by_key[candidate.key] for candidate in equals)
-        wishes = [
-            (-numel, candidate.key, rank)
-            for candidate in equals
-            for rank, numel in holders(
-                candidate.matrix, candidate.bucket, candidate.bucket.placements[candidate.placement]
-            ).items()
-            if rank in free
-        ]
+        held = {c.key: holders(c.matrix, c.bucket, c.bucket.placements[c.placement]) for c in equals}
+        wishes = [(-numel, key, rank) for key, found in held.items() for rank, numel in found.items() if rank in free]
         placed: dict[tuple[str, int], int] = {}
         for _, key, rank in sorted(wishes):
             if key not in placed and free[rank]:
                 placed[key] = rank
                 free[rank] -= 1
         left = iter(sorted(free.elements()))
-        for candidate in sorted(equals, key=lambda c: c.key):
-            home_by_key[candidate.key] = placed[candidate.key] if candidate.key in placed else next(left)
+        dealt = {key: placed[key] if key in placed else next(left) for key in sorted(held)}
+        # Greedy may do worse than the deal it started from; then that one stays.
+        saved = sum(held[key].get(rank, 0) - held[key].get(home_by_key[key], 0) for key, rank in dealt.items())
+        if saved >= 0:
+            home_by_key.update(dealt)
 
 
 def _cohorts(candidates: Sequence[_Candidate], world: int, cohort_numel: int) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine
 from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, default_world, derive_together
-from layerwise.config.rules import RULES_BY_KIND, Rule
+from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
 from layerwise.layout.schedule import CommSchedule
-from layerwise.optim.groups import GroupPlan, plan_groups
+from layerwise.optim.groups import GroupPlan, check_options, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler
+from layerwise.optim.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
-from layerwise.optim.stats import ClipScope, StatsPass, StepStats, Totals, assign_norm_groups, clip_coefficients
+from layerwise.optim.stats import StatsPass, StepStats, Totals, assign_norm_groups
 from layerwise.optim.update import Update
 from layerwise.routing.rules import RouteRule
 
@@ -57,41 +58,44 @@ class Optimizer(torch.optim.Optimizer):
         clip_grad_norm: float | None = None,
         clip: ClipScope = "all",
         norm_groups: Mapping[str, str] | None = None,
-        nonfinite: Literal["skip", "raise", "ignore"] = "skip",
+        nonfinite: OnNonFinite = "skip",
         skip_above: float | None = None,
         count_zeros: bool = False,
         loss_scale: LossScale | None = None,
         strict_grads: bool = False,
     ) -> None:
-        _check_arguments(matrix, other, clip_grad_norm, clip, nonfinite, skip_above, loss_scale)
         self._plain = not _is_wrapped(model)
         self._engine = _engine_of(model, rules)
-        self._clip_norm, self._clip_scope = clip_grad_norm, clip
-        self._nonfinite, self._skip_above, self._strict = nonfinite, skip_above, strict_grads
-        self._scaler = LossScaler(loss_scale) if loss_scale is not None else None
-        if loss_scale is None and any(buffer.key.dtype is DType.FP16 for buffer in self._engine.plan.buffers):
-            warnings.warn(
-                "params are fp16 and loss_scale is None: small gradients vanish. Pass LossScale().", stacklevel=2
-            )
         self._loss_was_scaled = False
         self._step_count = 0
         self.stats = StepStats()
-        self._groups, norm_group_of = derive_together(
+
+        def policy() -> GradientPolicy:
+            return GradientPolicy(
+                clip_grad_norm=clip_grad_norm,
+                clip=clip,
+                nonfinite=nonfinite,
+                skip_above=skip_above,
+                strict_grads=strict_grads,
+            )
+
+        planned = derive_together(
             self._engine.groups,
-            "param groups",
-            lambda: (
-                plan_groups(self._engine.plan, matrix=matrix, other=other),
-                assign_norm_groups(self._engine.plan, dict(norm_groups or {})),
-            ),
-            lambda planned: {"groups": repr(planned)},
+            "optimizer arguments",
+            lambda: _Planned.of(self._engine, matrix, other, norm_groups, loss_scale, policy),
+            _Planned.facts,
         )
-        self._stats_pass = StatsPass(self._engine.storage, self._engine.communicator, norm_group_of, zeros=count_zeros)
+        self._groups, self._policy = planned.groups, planned.policy
+        self._scaler = LossScaler(loss_scale) if loss_scale is not None else None
+        self._stats_pass = StatsPass(
+            self._engine.storage, self._engine.communicator, planned.norm_group_of, zeros=count_zeros
+        )
         self._exchange = matrix.is_matrix_rule
         self._wire_dtypes = _wire_dtypes(self._engine, self._groups)
         self._sealed = False
         super().__init__([group.as_param_group(self._engine.storage.params) for group in self._groups], {})
         self._sealed = True
-        self._update = Update(self._engine, self._groups, norm_group_of, self.schedule, self._exchange)
+        self._update = Update(self._engine, self._groups, planned.norm_group_of, self.schedule, self._exchange)
         self._planned_ns_dtypes = self._ns_dtypes()
         for fqn, tensors in self._update.state_by_fqn().items():
             self.state[self._engine.storage.params[fqn]] = tensors
@@ -210,7 +214,7 @@ class Optimizer(torch.optim.Optimizer):
         return {
             "step": self._step_count,
             "loss_scale": self._scaler.scale if self._scaler is not None else None,
-            "clip": [self._clip_norm, self._clip_scope, self._nonfinite, self._skip_above, self._strict],
+            "policy": repr(self._policy),
             "groups": [
                 {
                     "label": f"param group {index}",
@@ -222,8 +226,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _preflight(self) -> Exception | None:
         """What this rank alone can see to be wrong. It is raised after the stats, when all ranks know: one that raised
-        before would leave the
-        others waiting in a collective."""
+        before would leave the others waiting in a collective."""
         try:
             self._engine.check_trainables()
             self._engine.storage.check_aliases()
@@ -237,11 +240,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_options(self) -> None:
         """Live options must still make a rule: a scheduler or the user may have put anything there."""
         for index, group in enumerate(self.param_groups):
-            rule = RULES_BY_KIND[str(group["rule"])]
-            try:
-                rule(**{field.name: _plain(group[field.name]) for field in fields(rule)})  # type: ignore[arg-type]
-            except (KeyError, ValueError) as error:
-                raise ValueError(f"param group {index} ({group['rule']}) is not valid any more: {error}") from None
+            check_options(index, group)
         if self._ns_dtypes() != self._planned_ns_dtypes:
             raise StateError(
                 "ns_dtype was changed after construction: the exchange was planned with another dtype. Build a new Optimizer."
@@ -274,7 +273,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         if problem is not None:
             raise problem
-        if self._strict and totals.missing:
+        if self._policy.strict_grads and totals.missing:
             names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items()]
             raise StateError(
                 f"no gradient for {listed(names)}: strict_grads=True expects one for every trainable param. "
@@ -283,8 +282,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _finish(self, totals: Totals, divisor: float) -> None:
         """Decide from reduced values, act, and record."""
-        coefficients = clip_coefficients(totals, self._stats_pass.names, self._clip_norm, self._clip_scope)
-        reason = self._skip_reason(totals)
+        coefficients = self._policy.clip_coefficients(totals, self._stats_pass.names)
+        reason = self._policy.skip_reason(totals)
         if self._scaler is not None:
             self._scaler.update(overflow=bool(totals.nonfinite))
         if not reason:
@@ -299,27 +298,53 @@ class Optimizer(torch.optim.Optimizer):
             loss_scale=divisor / self._engine.groups.world,
             bytes_by_collective=dict(self._engine.communicator.sent_nbytes),
         )
-        if totals.nonfinite and self._nonfinite == "raise":
+        if totals.nonfinite and self._policy.nonfinite == "raise":
             raise NonFiniteError(
                 f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
             )
 
-    def _skip_reason(self, totals: Totals) -> str:
-        if len(totals.missing) == len(self._engine.storage.params) and set(totals.missing.values()) == {
-            self._engine.groups.world
-        }:
-            return "no param has a gradient on any rank"
-        if totals.nonfinite and self._nonfinite != "ignore":
-            return f"gradients of {listed(totals.nonfinite)} hold inf or NaN"
-        norm = totals.norm("matrix", "other")
-        if self._skip_above is not None and norm > self._skip_above:
-            return f"gradient norm {norm:.4g} is above skip_above={self._skip_above:g}"
-        return ""
 
+class _Planned(NamedTuple):
+    """What the arguments come to, before anything is built; the same on every rank."""
 
-def _plain(value: object) -> object:
-    """A live option as the rule takes it: schedulers may have put a tensor there."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    groups: tuple[GroupPlan, ...]
+    norm_group_of: dict[str, str]
+    policy: GradientPolicy
+
+    def facts(self) -> dict[str, object]:
+        """The arguments as data, so that a difference between ranks can be named."""
+        groups = [
+            {"label": f"param group {index}", "rule": group.rule.kind, **group.rule.options(), "fqns": list(group.fqns)}
+            for index, group in enumerate(self.groups)
+        ]
+        return {"groups": groups, "norm groups": self.norm_group_of, "policy": asdict(self.policy)}
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        matrix: Rule,
+        other: Rule,
+        norm_groups: Mapping[str, str] | None,
+        loss_scale: object,
+        policy: Callable[[], GradientPolicy],
+    ) -> _Planned:
+        given: dict[str, object] = {"matrix": matrix, "other": other}
+        for name, rule in given.items():
+            if not isinstance(rule, Rule):
+                example = "Muon" if name == "matrix" else "AdamW"
+                raise TypeError(f"{name} must be a rule such as layerwise.{example}(lr=...), got {rule!r}.")
+        if loss_scale is not None and not isinstance(loss_scale, LossScale):
+            raise TypeError(f"loss_scale must be a layerwise.LossScale or None, got {loss_scale!r}.")
+        if loss_scale is None and any(buffer.key.dtype is DType.FP16 for buffer in engine.plan.buffers):
+            warnings.warn(
+                "params are fp16 and loss_scale is None: small gradients vanish. Pass LossScale().", stacklevel=5
+            )
+        return cls(
+            plan_groups(engine.plan, matrix=matrix, other=other),
+            assign_norm_groups(engine.plan, dict(norm_groups or {})),
+            policy(),
+        )
 
 
 def _stats_from(totals: Totals, coefficients: Mapping[str, float]) -> StepStats:
@@ -382,28 +407,3 @@ def _wire_dtypes(engine: Engine, groups: tuple[GroupPlan, ...]) -> dict[tuple[st
             if dtype is DType.FP32 or (work.domain, item.cohort) not in found:
                 found[work.domain, item.cohort] = dtype
     return found
-
-
-def _check_arguments(
-    matrix: Rule,
-    other: Rule,
-    clip_grad_norm: float | None,
-    clip: str,
-    nonfinite: str,
-    skip_above: float | None,
-    loss_scale: object,
-) -> None:
-    for name, rule in (("matrix", matrix), ("other", other)):
-        if not isinstance(rule, Rule):
-            raise TypeError(
-                f"{name} must be a rule such as layerwise.{'Muon' if name == 'matrix' else 'AdamW'}(lr=...), got {rule!r}."
-            )
-    for name, bound in (("clip_grad_norm", clip_grad_norm), ("skip_above", skip_above)):
-        if bound is not None and not (isinstance(bound, int | float) and bound > 0):
-            raise ValueError(f"{name} must be a positive number, got {bound!r}. None switches it off.")
-    if loss_scale is not None and not isinstance(loss_scale, LossScale):
-        raise TypeError(f"loss_scale must be a layerwise.LossScale or None, got {loss_scale!r}.")
-    if clip not in ("all", "other-only", "none"):
-        raise ValueError(f"clip must be 'all', 'other-only' or 'none', got {clip!r}.")
-    if nonfinite not in ("skip", "raise", "ignore"):
-        raise ValueError(f"nonfinite must be 'skip', 'raise' or 'ignore', got {nonfinite!r}.")

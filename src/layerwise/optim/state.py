@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerwise.buffers.storage import Storage
+from layerwise.optim.groups import check_options
 
 _KEY = "layerwise"
 
@@ -102,9 +103,7 @@ def _check_group(index: int, group: Mapping[str, Any], theirs: Mapping[str, Any]
                 f"param group {index} of the state dict has another {name!r} than the optimizer: "
                 f"{theirs.get(name)!r} against {group.get(name)!r}."
             )
-    lacking = sorted(set(group) - set(theirs))
-    if lacking:
-        raise ValueError(f"param group {index} of the state dict lacks {', '.join(map(repr, lacking))}.")
+    check_options(index, theirs)
 
 
 def _matched(fqn: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

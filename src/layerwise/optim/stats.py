@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import count_zeros, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
-
-ClipScope = Literal["all", "other-only", "none"]
 
 _WORD_BITS = 12
 """Bits per consistency word. Sums of squares of such words over up to 2^14 ranks stay exact in fp64."""
@@ -62,7 +60,10 @@ class Totals:
     nonfinite: tuple[str, ...]
     late: tuple[int, ...]
     """Buckets that got a gradient on some rank after their reduction: they have to be reduced again, by all."""
+    nothing_arrived: bool
+    """No param has a gradient on any rank."""
     consistent: bool
+    """All ranks have the same settings."""
     divisor: float
     """From sums to averages."""
 
@@ -139,8 +140,7 @@ class StatsPass:
         """One pass over sums of gradients, one all-reduce, one read-back.
 
         Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is
-        too, on
-        any number of ranks. `settings` describes everything that all ranks must have in common at this step.
+        too, on any number of ranks. `settings` describes everything that all ranks must have in common at this step.
         """
         vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
         parts = self._parts(vector)
@@ -166,12 +166,14 @@ class StatsPass:
         # All ranks sent the same word exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from reduced
         # values.
         same = parts.squared_words * self._communicator.world == parts.words.square()
+        nothing = bool((parts.missing == self._communicator.world).all())
         return Totals(
             square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
             num_zeros=int(parts.zeros) if self._zeros else None,
             missing={fqn: int(count) for fqn, count in zip(self._fqns, parts.missing.tolist(), strict=True) if count},
             nonfinite=tuple(fqn for fqn, count in zip(self._fqns, parts.nonfinite.tolist(), strict=True) if count),
             late=tuple(index for index, count in enumerate(parts.late.tolist()) if count),
+            nothing_arrived=nothing,
             consistent=bool(same.all()),
             divisor=divisor,
         )
@@ -180,17 +182,3 @@ class StatsPass:
 def _words(text: str) -> list[int]:
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return [(digest >> (_WORD_BITS * index)) & ((1 << _WORD_BITS) - 1) for index in range(_NUM_WORDS)]
-
-
-def clip_coefficients(
-    totals: Totals, names: Sequence[str], max_norm: float | None, scope: ClipScope
-) -> dict[str, float]:
-    """What to multiply each norm group's gradients with. The two families share one norm; a named group has its own."""
-    coefficients = dict.fromkeys(names, 1.0)
-    if max_norm is None or scope == "none":
-        return coefficients
-    families = ("matrix", "other") if scope == "all" else ("other",)
-    for members in (families, *((name,) for name in names if name not in ("matrix", "other"))):
-        coefficient = min(1.0, max_norm / (totals.norm(*members) + 1e-6))
-        coefficients.update(dict.fromkeys(members, coefficient))
-    return coefficients

@@ -49,6 +49,12 @@ class Matrix:
             return self.box.stops[0]
         return flat_index(tuple(stop - 1 for stop in self.box.stops), self.grid) + 1
 
+    def numel_within(self, start: int, stop: int) -> int:
+        """How many of its elements lie in the param's flat interval [start, stop)."""
+        if len(self.grid) == 1:  # nearly always, and asked for every shard of every matrix: no boxes are built for it
+            return max(0, min(stop, self.box.stops[0]) - max(start, self.box.starts[0]))
+        return sum(region.numel for region in self.regions(start, stop))
+
     def regions(self, start: int, stop: int) -> tuple[Box, ...]:
         """The parts of this matrix inside the param's flat interval [start, stop), as boxes of the grid in flat
         order."""

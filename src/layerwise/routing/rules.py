@@ -200,8 +200,8 @@ def _never_matched(unmatched: Mapping[int, RouteRule], rules: Sequence[RouteRule
     ]
     if shadowing:
         return (
-            f"route rule {number} ({rule.pattern!r}) never applies: every param it matches is taken by rule {shadowing[0]} "
-            f"({rules[shadowing[0] - 1].pattern!r}), which comes first. Reorder the rules or remove one."
+            f"route rule {number} ({rule.pattern!r}) never applies: every param it matches is taken by earlier rules, first rule {shadowing[0]} "
+            f"({rules[shadowing[0] - 1].pattern!r}). Reorder the rules or remove one."
         )
     return f"route rule {number} ({rule.pattern!r}) matches no param." + did_you_mean(rule.pattern, table.by_name)
 
@@ -230,7 +230,8 @@ def summarise(routes: Mapping[str, Route], table: ParamTable) -> str:
     for family in ("matrix", "other", "frozen"):
         members = [param for param in table if routes[param.fqn].family == family]
         if members:
-            parts.append(f"{family} {len(members)} params, {sum(param.numel for param in members):,} elements")
+            count = f"{len(members)} param{'s' if len(members) != 1 else ''}"
+            parts.append(f"{family} {count}, {sum(param.numel for param in members):,} elements")
     aside = [param.fqn for param in table if routes[param.fqn].family == "other" and len(param.shape) >= 2]
     tail = f"; not orthogonalised though 2-D: {listed(aside, 3)}" if aside else ""
     return "; ".join(parts) + tail

@@ -140,7 +140,6 @@ def test_dealing_equals_again_moves_fewer_elements_of_a_transformer(world: int, 
         assert dealt < plain
 
 
-@pytest.mark.xfail(strict=True, reason="dealing is greedy and does not compare its answer with LPT's own")
 @LIGHT
 @example(table_of([("c.weight", (16, 16)), ("b.weight", (24, 24)), ("a.weight", (16, 16))]), 4, 512)
 @given(equal_tables, st.integers(2, 6), bucket_sizes)

@@ -184,8 +184,8 @@ def test_a_rule_that_matches_nothing_is_an_error_with_the_nearest_name() -> None
 
 def test_a_rule_in_the_shadow_of_an_earlier_one_is_an_error() -> None:
     expected = (
-        "route rule 2 ('*.router.weight') never applies: every param it matches is taken by rule 1 ('blocks.*'), "
-        "which comes first. "
+        "route rule 2 ('*.router.weight') never applies: every param it matches is taken by earlier rules, first rule "
+        "1 ('blocks.*'). "
         "Reorder the rules or remove one."
     )
     with pytest.raises(ValueError, match=re.escape(expected)):
@@ -246,6 +246,6 @@ def test_the_summary_counts_families_and_names_two_dimensional_params_left_aside
         )
     )
     assert summarise(route_params(table), table) == (
-        "matrix 1 params, 32 elements; other 2 params, 44 elements; frozen 1 params, 4 elements; "
+        "matrix 1 param, 32 elements; other 2 params, 44 elements; frozen 1 param, 4 elements; "
         "not orthogonalised though 2-D: 'wte.weight'"
     )

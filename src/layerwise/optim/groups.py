@@ -32,6 +32,11 @@ class GroupPlan:
 
 def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ...]:
     """Groups in order of first appearance: the family decides the rule, route options override its fields."""
+    given: dict[str, object] = {"matrix": matrix, "other": other}
+    for name, rule in given.items():
+        if not isinstance(rule, Rule):
+            example = "Muon" if name == "matrix" else "AdamW"
+            raise TypeError(f"{name} must be a rule such as layerwise.{example}(lr=...), got {rule!r}.")
     if other.is_matrix_rule:
         raise ValueError(
             f"other={type(other).__name__}(...) is a matrix rule: it cannot update vectors and embeddings. Use AdamW or Lion, and give "

@@ -4,7 +4,11 @@ vanish."""
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
+
+from layerwise.dtypes import DType
+from layerwise.layout.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +68,12 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.scale = float(state["scale"])
         self.good_steps, self.bad_steps = int(state["good_steps"]), int(state["bad_steps"])
+
+
+def checked_loss_scale(loss_scale: object, plan: Plan) -> LossScale | None:
+    """The argument as it is, once it is known to be one; fp16 params without loss scaling get a warning."""
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise TypeError(f"loss_scale must be a layerwise.LossScale or None, got {loss_scale!r}.")
+    if loss_scale is None and any(buffer.key.dtype is DType.FP16 for buffer in plan.buffers):
+        warnings.warn("params are fp16 and loss_scale is None: small gradients vanish. Pass LossScale().", stacklevel=5)
+    return loss_scale

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -19,12 +18,34 @@ from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
 from layerwise.layout.schedule import CommSchedule
 from layerwise.optim.groups import GroupPlan, check_options, plan_groups
-from layerwise.optim.loss_scale import LossScale, LossScaler
+from layerwise.optim.loss_scale import LossScale, LossScaler, checked_loss_scale
 from layerwise.optim.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
 from layerwise.optim.stats import StatsPass, StepStats, Totals, assign_norm_groups
 from layerwise.optim.update import Update
 from layerwise.routing.rules import RouteRule
+
+
+class Planned(NamedTuple):
+    """What the arguments come to, before anything is built; the same on every rank."""
+
+    groups: tuple[GroupPlan, ...]
+    norm_group_of: dict[str, str]
+    policy: GradientPolicy
+    loss_scale: LossScale | None
+
+    def facts(self) -> dict[str, object]:
+        """The arguments as data, so that a difference between ranks can be named."""
+        groups = [
+            {"label": f"param group {index}", "rule": group.rule.kind, **group.rule.options(), "fqns": list(group.fqns)}
+            for index, group in enumerate(self.groups)
+        ]
+        return {
+            "groups": groups,
+            "norm groups": self.norm_group_of,
+            "policy": asdict(self.policy),
+            "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
+        }
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -69,24 +90,25 @@ class Optimizer(torch.optim.Optimizer):
         self._loss_was_scaled = False
         self._step_count = 0
         self.stats = StepStats()
-
-        def policy() -> GradientPolicy:
-            return GradientPolicy(
-                clip_grad_norm=clip_grad_norm,
-                clip=clip,
-                nonfinite=nonfinite,
-                skip_above=skip_above,
-                strict_grads=strict_grads,
-            )
-
         planned = derive_together(
             self._engine.groups,
             "optimizer arguments",
-            lambda: _Planned.of(self._engine, matrix, other, norm_groups, loss_scale, policy),
-            _Planned.facts,
+            lambda: Planned(
+                groups=plan_groups(self._engine.plan, matrix=matrix, other=other),
+                norm_group_of=assign_norm_groups(self._engine.plan, dict(norm_groups or {})),
+                policy=GradientPolicy(
+                    clip_grad_norm=clip_grad_norm,
+                    clip=clip,
+                    nonfinite=nonfinite,
+                    skip_above=skip_above,
+                    strict_grads=strict_grads,
+                ),
+                loss_scale=checked_loss_scale(loss_scale, self._engine.plan),
+            ),
+            Planned.facts,
         )
         self._groups, self._policy = planned.groups, planned.policy
-        self._scaler = LossScaler(loss_scale) if loss_scale is not None else None
+        self._scaler = LossScaler(planned.loss_scale) if planned.loss_scale is not None else None
         self._stats_pass = StatsPass(
             self._engine.storage, self._engine.communicator, planned.norm_group_of, zeros=count_zeros
         )
@@ -302,49 +324,6 @@ class Optimizer(torch.optim.Optimizer):
             raise NonFiniteError(
                 f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
             )
-
-
-class _Planned(NamedTuple):
-    """What the arguments come to, before anything is built; the same on every rank."""
-
-    groups: tuple[GroupPlan, ...]
-    norm_group_of: dict[str, str]
-    policy: GradientPolicy
-
-    def facts(self) -> dict[str, object]:
-        """The arguments as data, so that a difference between ranks can be named."""
-        groups = [
-            {"label": f"param group {index}", "rule": group.rule.kind, **group.rule.options(), "fqns": list(group.fqns)}
-            for index, group in enumerate(self.groups)
-        ]
-        return {"groups": groups, "norm groups": self.norm_group_of, "policy": asdict(self.policy)}
-
-    @classmethod
-    def of(
-        cls,
-        engine: Engine,
-        matrix: Rule,
-        other: Rule,
-        norm_groups: Mapping[str, str] | None,
-        loss_scale: object,
-        policy: Callable[[], GradientPolicy],
-    ) -> _Planned:
-        given: dict[str, object] = {"matrix": matrix, "other": other}
-        for name, rule in given.items():
-            if not isinstance(rule, Rule):
-                example = "Muon" if name == "matrix" else "AdamW"
-                raise TypeError(f"{name} must be a rule such as layerwise.{example}(lr=...), got {rule!r}.")
-        if loss_scale is not None and not isinstance(loss_scale, LossScale):
-            raise TypeError(f"loss_scale must be a layerwise.LossScale or None, got {loss_scale!r}.")
-        if loss_scale is None and any(buffer.key.dtype is DType.FP16 for buffer in engine.plan.buffers):
-            warnings.warn(
-                "params are fp16 and loss_scale is None: small gradients vanish. Pass LossScale().", stacklevel=5
-            )
-        return cls(
-            plan_groups(engine.plan, matrix=matrix, other=other),
-            assign_norm_groups(engine.plan, dict(norm_groups or {})),
-            policy(),
-        )
 
 
 def _stats_from(totals: Totals, coefficients: Mapping[str, float]) -> StepStats:

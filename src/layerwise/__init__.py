@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from layerwise._version import __version__
 from layerwise.config.rules import AdaMuon, AdamW, Lion, Muon, NorMuon
 from layerwise.routing.rules import RouteRule
+from layerwise.routing.split import Split
 
 if TYPE_CHECKING:
     from layerwise.optim.loss_scale import LossScale
@@ -27,6 +28,7 @@ __all__ = [
     "NorMuon",
     "Optimizer",
     "RouteRule",
+    "Split",
     "__version__",
 ]
 

@@ -76,6 +76,7 @@ def test_the_public_names_are_pinned() -> None:
         "NorMuon",
         "Optimizer",
         "RouteRule",
+        "Split",
         "__version__",
     ]
     assert all(getattr(layerwise, name) is not None for name in layerwise.__all__)

@@ -3,15 +3,17 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from layerwise.buffers.known import known_splits
 from layerwise.dtypes import DType
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
+from layerwise.routing.split import Split, row_blocks
 
 _TORCH_BY_DTYPE = {
     DType.FP64: torch.float64,
@@ -28,6 +30,25 @@ _KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
     ((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase), ModuleKind.NORM),
     ((_ConvNd,), ModuleKind.CONV),
 )
+
+
+_FUSED_NAMES = frozenset(
+    {
+        "qkv",
+        "qkv_proj",
+        "wqkv",
+        "Wqkv",
+        "query_key_value",
+        "c_attn",
+        "kv",
+        "kv_proj",
+        "gate_up",
+        "gate_up_proj",
+        "w13",
+        "gate_and_up",
+    }
+)
+"""Names that modules give to weights which are several in one."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -51,27 +72,42 @@ def named_trainables(module: nn.Module) -> dict[str, nn.Parameter]:
     return {fqn: param for fqn, param in module.named_parameters() if param.requires_grad}
 
 
-def _row_blocks(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Row blocks that modules declare for their fused weights, by fqn: any module may have a method `matrix_splits() ->
-    {local name: sizes}`."""
-    found: dict[str, tuple[int, ...]] = {}
+def _declared_splits(module: nn.Module) -> dict[str, Split]:
+    """Splits of fused weights by fqn: what a module's own `matrix_splits()` says, else what is known of its class."""
+    found: dict[str, Split] = {}
     for prefix, child in module.named_modules():
-        splits = getattr(child, "matrix_splits", None)
-        if not callable(splits):
+        declared = _declaration(child)
+        if not declared:
             continue
-        declared = splits()
-        if not isinstance(declared, Mapping):
-            raise TypeError(
-                f"{type(child).__name__}.matrix_splits() returned {type(declared).__name__}: expected a dict from param name to row block sizes."
-            )
-        names = dict(child.named_parameters())
-        for local, sizes in declared.items():
-            if local not in names:
+        params = dict(child.named_parameters())
+        for local, split in declared.items():
+            if local not in params:
                 raise ValueError(
-                    f"{type(child).__name__}.matrix_splits() names {local!r}, which is no param of it. Its params: {', '.join(sorted(names))}."
+                    f"{type(child).__name__}.matrix_splits() names {local!r}, which is no param of it. Its params: "
+                    f"{', '.join(sorted(params))}."
                 )
-            found[f"{prefix}.{local}" if prefix else local] = tuple(int(size) for size in sizes)
+            fqn = f"{prefix}.{local}" if prefix else local
+            if isinstance(split, Split):
+                found[fqn] = split
+            else:
+                try:
+                    found[fqn] = row_blocks(tuple(params[local].shape), tuple(int(size) for size in split))
+                except ValueError as error:
+                    raise ValueError(f"{type(child).__name__}.matrix_splits() for param {fqn!r}: {error}") from None
     return found
+
+
+def _declaration(module: nn.Module) -> Mapping[str, Split | Sequence[int]]:
+    splits = getattr(module, "matrix_splits", None)
+    if not callable(splits):
+        return known_splits(module)
+    declared = splits()
+    if not isinstance(declared, Mapping):
+        raise TypeError(
+            f"{type(module).__name__}.matrix_splits() returned {type(declared).__name__}: expected a dict from param name "
+            "to a Split or row block sizes."
+        )
+    return declared
 
 
 def _vocabulary_head(module: nn.Module) -> int | None:
@@ -86,6 +122,11 @@ def _vocabulary_head(module: nn.Module) -> int | None:
     return None
 
 
+def _fused_name(fqn: str) -> str:
+    """The part of a weight's name that says it is fused, or nothing."""
+    return next((part for part in reversed(fqn.split(".")[-2:]) if part in _FUSED_NAMES), "")
+
+
 def param_table(module: nn.Module) -> ParamTable:
     """All params of a module (also on the meta device), in registration order, shared tensors once with all their
     names."""
@@ -93,7 +134,7 @@ def param_table(module: nn.Module) -> ParamTable:
     for fqn, param in module.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(param), []).append(fqn)
     modules = dict(module.named_modules(remove_duplicate=False))
-    blocks = _row_blocks(module)
+    splits = _declared_splits(module)
     head = _vocabulary_head(module)
     specs = []
     for fqn, param in module.named_parameters():
@@ -120,7 +161,8 @@ def param_table(module: nn.Module) -> ParamTable:
                 alias_kinds=tuple(_kind_of(modules[alias.rpartition(".")[0]]) for alias in aliases),
                 maps_to_vocabulary=id(param) == head,
                 conv_groups=holder.groups if isinstance(holder, _ConvNd) else 1,
-                row_blocks=next((blocks[name] for name in (fqn, *aliases) if name in blocks), ()),
+                looks_fused=_fused_name(fqn),
+                split=next((splits[name] for name in (fqn, *aliases) if name in splits), None),
             )
         )
     return ParamTable(tuple(specs))

@@ -3,6 +3,7 @@ optimizer that steps it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.routing.rules import RouteRule
+from layerwise.routing.rules import RouteRule, suspicion
 from layerwise.units import MIB
 
 _HOOKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -31,6 +32,7 @@ def plan_for(
     world: int,
     layout: str,
     rules: Sequence[RouteRule] | None,
+    strict: bool,
     bucket_mib: float | None,
     grad_dtype: torch.dtype,
 ) -> Plan:
@@ -48,6 +50,7 @@ def plan_for(
         world=world,
         layout=layout,
         rules=rules,
+        strict=strict,
         grad_dtype=dtype,
         bucket_numel=None if bucket_mib is None else max(1, int(bucket_mib * MIB) // dtype.itemsize),
     )
@@ -63,6 +66,7 @@ class Engine:
         *,
         layout: str,
         rules: Sequence[RouteRule] | None,
+        strict: bool,
         bucket_mib: float | None,
         grad_dtype: torch.dtype,
         overlap_grad_reduce: bool,
@@ -82,10 +86,19 @@ class Engine:
             groups,
             "plans",
             lambda: plan_for(
-                module, world=groups.world, layout=layout, rules=rules, bucket_mib=bucket_mib, grad_dtype=grad_dtype
+                module,
+                world=groups.world,
+                layout=layout,
+                rules=rules,
+                strict=strict,
+                bucket_mib=bucket_mib,
+                grad_dtype=grad_dtype,
             ),
             lambda plan: {**plan.to_json(), "constants": self._describe_constants()},
         )
+        doubt = suspicion(self.plan.routes, self.plan.table)
+        if doubt is not None and groups.rank == 0:
+            warnings.warn(doubt, stacklevel=3)
         contract = Contract(groups.control) if check_collectives and groups.control is not None else None
         self.communicator = Communicator(groups.training, contract)
         self.storage = Storage(self.plan, named_trainables(module), groups.rank)

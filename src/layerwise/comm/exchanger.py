@@ -28,9 +28,15 @@ class Batch:
     """Index of the optimizer's param group."""
     rows: int
     cols: int
+    transposed: bool
+    """Stored (in, out): the logical matrix is the other way round."""
     items: tuple[int, ...]
     """Items of the work plan, in order."""
     labels: tuple[str, ...]
+
+    @property
+    def logical_shape(self) -> tuple[int, int]:
+        return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
 
 
 @dataclass(frozen=True)
@@ -169,17 +175,18 @@ class Cohort:
 
 
 def _batches(work: WorkPlan, table: Exchange, group_of: Mapping[str, int]) -> tuple[Batch, ...]:
-    members: dict[tuple[int, int, int], list[int]] = {}
+    members: dict[tuple[int, int, int, bool], list[int]] = {}
     for item in table.homed:
         matrix = work.items[item].matrix
-        members.setdefault((group_of[matrix.fqn], matrix.rows, matrix.cols), []).append(item)
+        members.setdefault((group_of[matrix.fqn], matrix.rows, matrix.cols, matrix.transposed), []).append(item)
     return tuple(
         Batch(
             group=group,
             rows=rows,
             cols=cols,
+            transposed=transposed,
             items=tuple(items),
             labels=tuple(work.items[item].matrix.label for item in items),
         )
-        for (group, rows, cols), items in members.items()
+        for (group, rows, cols, transposed), items in members.items()
     )

@@ -160,6 +160,7 @@ def make_plan(
     world: int,
     layout: str = "auto",
     rules: Sequence[RouteRule] | None = None,
+    strict: bool = False,
     grad_dtype: DType = DType.FP32,
     bucket_numel: int | None = None,
     cohort_numel: int = DEFAULT_COHORT_NUMEL,
@@ -177,7 +178,7 @@ def make_plan(
     if cohort_numel < 1:
         raise ValueError(f"the cohort size must be at least one element, got {cohort_numel}.")
     resolved = resolve_layout(layout)
-    routes = route_params(table, rules)
+    routes = route_params(table, rules, strict=strict)
     domains = sorted({param.domain for param in table})
     world_by_domain = dict.fromkeys(domains, world)
     buffers = plan_storage(table, routes, world_by_domain=world_by_domain, layout=resolved, bucket_numel=bucket_numel)

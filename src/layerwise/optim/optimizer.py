@@ -58,6 +58,7 @@ class Optimizer(torch.optim.Optimizer):
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
+        strict: strict routing for a plain module, as in `DataParallel`.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
         norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
@@ -76,6 +77,7 @@ class Optimizer(torch.optim.Optimizer):
         matrix: Rule,
         other: Rule,
         rules: Sequence[RouteRule] | None = None,
+        strict: bool = False,
         clip_grad_norm: float | None = None,
         clip: ClipScope = "all",
         norm_groups: Mapping[str, str] | None = None,
@@ -86,7 +88,7 @@ class Optimizer(torch.optim.Optimizer):
         strict_grads: bool = False,
     ) -> None:
         self._plain = not _is_wrapped(model)
-        self._engine = _engine_of(model, rules)
+        self._engine = _engine_of(model, rules, strict)
         self._loss_was_scaled = False
         self._step_count = 0
         self.stats = StepStats()
@@ -341,13 +343,13 @@ def _is_wrapped(model: object) -> bool:
     return isinstance(getattr(model, "engine", None), Engine)
 
 
-def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None) -> Engine:
+def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool) -> Engine:
     """The engine of a wrapped model, or a new one for a plain module in a single process."""
     engine = getattr(model, "engine", None)
     if isinstance(engine, Engine):
-        if rules is not None:
+        if rules is not None or strict:
             raise ValueError(
-                "rules were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
+                "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
             )
         if engine.has_optimizer:
             raise StateError(
@@ -368,6 +370,7 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None) -> Engine:
         NO_GROUPS,
         layout="flat",
         rules=rules,
+        strict=strict,
         bucket_mib=None,
         grad_dtype=torch.float32,
         overlap_grad_reduce=False,

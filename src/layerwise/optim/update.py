@@ -78,7 +78,7 @@ class Update:
         self._home_state = {
             batch: {
                 name: torch.zeros(len(batch.items), *shape, device=self._buckets[0].work.device)
-                for name, shape in MATRIX[groups[batch.group].rule.kind].home_state(batch.rows, batch.cols).items()
+                for name, shape in MATRIX[groups[batch.group].rule.kind].home_state(*batch.logical_shape).items()
             }
             for cohorts in self._cohorts
             for cohort in cohorts
@@ -162,8 +162,11 @@ class Update:
             self._take_home(cohorts[number_], handle.wait(), options)
 
     def _direction(self, batch: Batch, update_BMN: Tensor, options: Options) -> Tensor:
-        kind = self._groups[batch.group].rule.kind
-        return MATRIX[kind].direction(update_BMN, options, self._home_state[batch])
+        """The orthogonalised update of a batch. Rules see logical matrices; storage order comes back."""
+        algorithm = MATRIX[self._groups[batch.group].rule.kind]
+        logical = update_BMN.mT if batch.transposed else update_BMN
+        direction = algorithm.direction(logical, options, self._home_state[batch])
+        return direction.mT.contiguous() if batch.transposed else direction
 
     def _take_home(self, cohort: Cohort, received: Tensor, options: Sequence[Options]) -> None:
         """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
@@ -171,7 +174,7 @@ class Update:
         factors = []
         for region in cohort.owned:
             live = options[self._group_of[region.fqn]]
-            scale = update_scale(str(live["scale"]), region.matrix.rows, region.matrix.cols)
+            scale = update_scale(str(live["scale"]), *region.matrix.logical_shape)
             factors.append(number(live, "lr") * scale * number(live, "extra_scale"))
         subtract_scaled_(
             [region.master for region in cohort.owned], [region.update for region in cohort.owned], factors
@@ -205,6 +208,6 @@ class Update:
                 rule = self._groups[self._group_of[item.matrix.fqn]].rule
                 if not rule.is_matrix_rule:
                     continue
-                for name in MATRIX[rule.kind].home_state(item.matrix.rows, item.matrix.cols):
+                for name in MATRIX[rule.kind].home_state(*item.matrix.logical_shape):
                     nothing = torch.zeros(0, device=self._buckets[0].work.device)
                     found[item.matrix.fqn][f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)

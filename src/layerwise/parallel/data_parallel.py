@@ -25,6 +25,7 @@ class DataParallel(nn.Module):
         layout: where optimizer state lives. "flat" shards it evenly, "replicated" keeps all of it everywhere,
             "auto" chooses.
         rules: routing rules that come before the defaults; see `RouteRule`.
+        strict: refuse a param of two or more dims that only a fallback rule explains.
         mesh: reserved for sharded models; None means that all ranks are data parallel.
         overlap_grad_reduce: reduce full buckets while backward goes on.
         overlap_param_gather: gather params during the next forward instead of in `step()`; not built yet.
@@ -39,6 +40,7 @@ class DataParallel(nn.Module):
         *,
         layout: str = "auto",
         rules: Sequence[RouteRule] | None = None,
+        strict: bool = False,
         mesh: object | None = None,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
@@ -63,6 +65,7 @@ class DataParallel(nn.Module):
             all_ranks(),
             layout=layout,
             rules=rules,
+            strict=strict,
             bucket_mib=bucket_mib,
             grad_dtype=grad_dtype,
             overlap_grad_reduce=overlap_grad_reduce,

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
+from layerwise.routing.split import row_blocks
 
 EXPERT_DOMAIN = "expert"
 """Domain of routed experts under expert parallelism: fewer ranks hold copies of them than of the dense params."""
@@ -74,13 +75,13 @@ def _embedding(fqn: str, rows: int, cols: int, *, tied_head: str = "") -> ParamS
     return replace(spec, aliases=(tied_head,), alias_kinds=(ModuleKind.LINEAR,)) if tied_head else spec
 
 
-def _linear(fqn: str, rows: int, cols: int, row_blocks: tuple[int, ...] = ()) -> ParamSpec:
+def _linear(fqn: str, rows: int, cols: int, blocks: tuple[int, ...] = ()) -> ParamSpec:
     return ParamSpec(
         fqn=f"{fqn}.weight",
         shape=(rows, cols),
         module_kind=ModuleKind.LINEAR,
         module_type="Linear",
-        row_blocks=row_blocks,
+        split=row_blocks((rows, cols), blocks) if blocks else None,
     )
 
 

@@ -7,11 +7,11 @@ engine knows one case.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from layerwise.routing.geometry import Box, collapse, flat_index, interval_boxes
 from layerwise.routing.spec import ModuleKind, ParamSpec
+from layerwise.routing.split import Split, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,17 @@ class Matrix:
     in its param."""
     box: Box
     """The part of the grid that is this matrix, in the matrix's own row-major order."""
+    transposed: bool = False
+    """Stored (in, out): rows and cols are those of storage, the logical matrix is the other way round."""
 
     @property
     def numel(self) -> int:
         return self.rows * self.cols
+
+    @property
+    def logical_shape(self) -> tuple[int, int]:
+        """(out, in), which scale factors and per-row state go by."""
+        return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
 
     @property
     def label(self) -> str:
@@ -65,27 +72,8 @@ class Matrix:
         return tuple(piece for piece in found if piece is not None)
 
 
-def _matrix(fqn: str, index: int, rows: int, cols: int, grid: tuple[int, ...], box: Box) -> Matrix:
-    small_grid, small_box = collapse(grid, box)
-    return Matrix(fqn=fqn, index=index, rows=rows, cols=cols, grid=small_grid, box=small_box)
-
-
-def _row_blocks_of(param: ParamSpec, rows: int, cols: int, sizes: tuple[int, ...]) -> tuple[Matrix, ...]:
-    if any(size <= 0 for size in sizes) or sum(sizes) != rows:
-        raise ValueError(
-            f"param {param.fqn!r} has shape {param.shape}: row blocks {sizes} must be positive and sum to {rows}, got {sum(sizes)}. "
-            "Fix matrix_splits() of its module or row_blocks of the rule that matched it."
-        )
-    blocks, start = [], 0
-    for index, size in enumerate(sizes):
-        blocks.append(_matrix(param.fqn, index, size, cols, (rows, cols), Box((start, 0), (start + size, cols))))
-        start += size
-    return tuple(blocks)
-
-
-def matrices_of(param: ParamSpec, row_blocks: tuple[int, ...] = ()) -> tuple[Matrix, ...]:
-    """The logical matrices of a param: row blocks, one per expert of a stack, one for a flattened convolution, or the
-    whole."""
+def default_split(param: ParamSpec) -> Split:
+    """What a param is when nobody says otherwise: one matrix, a flattened convolution, or a stack."""
     if len(param.shape) < 2:
         raise ValueError(
             f"param {param.fqn!r} has shape {param.shape}: a matrix rule needs at least two dims. Route it to 'other'."
@@ -95,20 +83,36 @@ def matrices_of(param: ParamSpec, row_blocks: tuple[int, ...] = ()) -> tuple[Mat
             f"param {param.fqn!r} has shape {param.shape}: a matrix rule needs elements. Route it to 'other'."
         )
     if len(param.shape) == 2 or param.module_kind is ModuleKind.CONV:
-        rows, cols = param.shape[0], math.prod(param.shape[1:])
-        return _row_blocks_of(param, rows, cols, row_blocks or (rows,))
+        return whole(param.shape)
     if len(param.shape) == 3:
-        if row_blocks:
-            raise ValueError(
-                f"param {param.fqn!r} is a stack of shape {param.shape}: row_blocks={row_blocks} applies to 2-D params only. "
-                "Leave it out: every entry of the stack is one matrix."
-            )
-        experts, rows, cols = param.shape
-        return tuple(
-            _matrix(param.fqn, index, rows, cols, param.shape, Box((index, 0, 0), (index + 1, rows, cols)))
-            for index in range(experts)
-        )
+        return Split(grid=param.shape, roles="arc")
     raise ValueError(
-        f"param {param.fqn!r} has shape {param.shape}: expected a matrix, a stack (E, M, N) or a convolution, got {len(param.shape)} dims. "
-        "Route it to 'other'."
+        f"param {param.fqn!r} has shape {param.shape}: expected a matrix, a stack (E, M, N) or a convolution, got "
+        f"{len(param.shape)} dims. Route it to 'other', or say how it splits."
     )
+
+
+def matrices_of(param: ParamSpec, split: Split | None = None) -> tuple[Matrix, ...]:
+    """The logical matrices of a param, as `split` says or by default."""
+    chosen = default_split(param) if split is None else split
+    misfit = chosen.misfit(param.shape)
+    if misfit is not None:
+        raise ValueError(
+            f"param {param.fqn!r} has shape {param.shape}: {misfit} Fix matrix_splits() of its module or the rule that "
+            "matched it."
+        )
+    found = []
+    for index, part in enumerate(chosen.parts()):
+        grid, box = collapse(chosen.grid, part.box)
+        found.append(
+            Matrix(
+                fqn=param.fqn,
+                index=index,
+                rows=part.rows,
+                cols=part.cols,
+                grid=grid,
+                box=box,
+                transposed=chosen.transposed,
+            )
+        )
+    return tuple(found)

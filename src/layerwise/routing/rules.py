@@ -11,43 +11,80 @@ from typing import Literal
 from layerwise.errors import did_you_mean, listed
 from layerwise.routing.matrices import Matrix, matrices_of
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
+from layerwise.routing.split import Split, row_blocks, stack, whole
 
 Family = Literal["matrix", "other", "frozen"]
 
 _HEAD_NAMES = frozenset({"lm_head", "head", "output", "unembed", "unembedding", "classifier", "score", "embed_out"})
 _TABLE_WORDS = ("embed", "pos", "token")
+_SUSPICIOUS_SHARE = 0.1
+"""Below this share of trainable elements under the matrix rule, a model is probably not routed as its user thinks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteRule:
-    """A user's routing rule: params whose fqn matches `pattern` (a glob) go to `to`, with `options` over the rule's
-    own.
+    """A user's routing rule: params that match `pattern`, `module_type` and `when` go to `to`, with `options` over the
+    rule's own.
 
     >>> RouteRule(pattern="*.router.weight", to="other", options={"lr": 1e-4}).to
     'other'
     """
 
-    pattern: str
     to: Literal["matrix", "other"]
+    pattern: str = "*"
+    """Glob on the fully qualified name."""
+    module_type: str = "*"
+    """Glob on the class name of the module that holds the param."""
+    when: Callable[[ParamSpec], bool] | None = None
+    """A predicate on everything that is known about the param."""
     options: Mapping[str, object] = field(default_factory=dict)
     """Overrides for the fields of the rule that updates the matched params: lr, weight_decay, ns_dtype ..."""
     row_blocks: tuple[int, ...] = ()
     """Row blocks of a fused weight, for `to="matrix"`."""
+    split: Split | Literal["whole"] | None = None
+    """How the matched params break into matrices, for `to="matrix"`; "whole" says that they do not."""
 
     def __post_init__(self) -> None:
         if self.to not in ("matrix", "other"):
-            raise ValueError(f"route rule {self.pattern!r}: to must be 'matrix' or 'other', got {self.to!r}.")
-        if not self.pattern:
+            raise ValueError(f"route rule {self.label}: to must be 'matrix' or 'other', got {self.to!r}.")
+        if not self.pattern or not self.module_type:
             raise ValueError(
                 "a route rule has an empty pattern: expected a glob on param names, such as '*.router.weight'."
             )
-        if self.row_blocks and self.to != "matrix":
-            raise ValueError(
-                f"route rule {self.pattern!r}: row_blocks={self.row_blocks} only makes sense with to='matrix'."
-            )
+        if self.label == "'*'":
+            raise ValueError("a route rule matches everything: give it a pattern, a module_type or a predicate.")
+        if self.split is not None and self.split != "whole" and not isinstance(self.split, Split):
+            raise TypeError(f"route rule {self.label}: split must be a layerwise.Split or 'whole', got {self.split!r}.")
+        if self.row_blocks and self.split is not None:
+            raise ValueError(f"route rule {self.label}: give row_blocks or split, not both.")
+        if (self.row_blocks or self.split is not None) and self.to != "matrix":
+            which = f"row_blocks={self.row_blocks}" if self.row_blocks else f"split={self.split!r}"
+            raise ValueError(f"route rule {self.label}: {which} only makes sense with to='matrix'.")
+
+    @property
+    def label(self) -> str:
+        """What the rule looks for, in a few words."""
+        found = [repr(self.pattern)] if self.pattern != "*" else []
+        if self.module_type != "*":
+            found.append(f"module {self.module_type!r}")
+        if self.when is not None:
+            found.append(f"when {getattr(self.when, '__name__', repr(self.when))}")
+        return " and ".join(found) or repr(self.pattern)
 
     def matches(self, param: ParamSpec) -> bool:
-        return any(fnmatchcase(name, self.pattern) for name in (param.fqn, *param.aliases))
+        if not any(fnmatchcase(name, self.pattern) for name in (param.fqn, *param.aliases)):
+            return False
+        return fnmatchcase(param.module_type, self.module_type) and (self.when is None or bool(self.when(param)))
+
+    def split_for(self, param: ParamSpec) -> Split | None:
+        """How this rule breaks the param up: its own word, or else the module's."""
+        if self.row_blocks:
+            if len(param.shape) == 3 and param.module_kind is not ModuleKind.CONV:
+                return stack(param.shape, sizes=self.row_blocks)
+            return row_blocks(param.shape, self.row_blocks)
+        if self.split == "whole":
+            return whole(param.shape)
+        return self.split if isinstance(self.split, Split) else param.split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +96,8 @@ class Route:
     matrices: tuple[Matrix, ...] = ()
     options: tuple[tuple[str, object], ...] = ()
     """Per-rule overrides, sorted by name."""
+    is_fallback: bool = False
+    """Only a last-resort rule took it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +107,8 @@ class _Default:
     name: str
     family: Family
     applies: Callable[[ParamSpec], str | None]
+    is_fallback: bool = False
+    """It takes what no better rule explains: `strict` refuses that for anything with two dims."""
 
 
 def _frozen(param: ParamSpec) -> str | None:
@@ -130,6 +171,10 @@ def _bare_matrix(param: ParamSpec) -> str | None:
     return f"is a 2-D param held directly by {param.module_type or 'a module'}" if len(param.shape) == 2 else None
 
 
+def _uncovered(param: ParamSpec) -> str | None:
+    return f"has {len(param.shape)} dims, which no matrix rule covers"
+
+
 DEFAULT_RULES: tuple[_Default, ...] = (
     _Default("scalars and vectors", "other", _too_small),
     _Default("embeddings", "other", _embedding),
@@ -139,29 +184,53 @@ DEFAULT_RULES: tuple[_Default, ...] = (
     _Default("linear layers", "matrix", _linear),
     _Default("convolutions", "matrix", _conv),
     _Default("stacks", "matrix", _stack),
-    _Default("tables by name", "other", _table_by_name),
-    _Default("bare matrices", "matrix", _bare_matrix),
-    _Default("everything else", "other", lambda param: f"has {len(param.shape)} dims, which no matrix rule covers"),
+    _Default("tables by name", "other", _table_by_name, is_fallback=True),
+    _Default("bare matrices", "matrix", _bare_matrix, is_fallback=True),
+    _Default("everything else", "other", _uncovered, is_fallback=True),
 )
 
 
 def _user_route(rule: RouteRule, number: int, param: ParamSpec) -> Route:
-    reason = f"matches the user's rule {number} ({rule.pattern!r})"
-    matrices = matrices_of(param, rule.row_blocks or param.row_blocks) if rule.to == "matrix" else ()
-    return Route(family=rule.to, reason=reason, matrices=matrices, options=tuple(sorted(rule.options.items())))
+    reason = f"matches the user's rule {number} ({rule.label})"
+    options = tuple(sorted(rule.options.items()))
+    if rule.to == "other":
+        return Route(family="other", reason=reason, options=options)
+    try:
+        split = rule.split_for(param)
+        return Route(
+            family="matrix", reason=_with_split(reason, split), matrices=matrices_of(param, split), options=options
+        )
+    except ValueError as error:
+        raise ValueError(f"route rule {number} ({rule.label}) for param {param.fqn!r}: {error}") from None
+
+
+def _with_split(reason: str, split: Split | None) -> str:
+    words = split.describe() if split is not None else ""
+    return f"{reason}, in {words}" if words else reason
 
 
 def _default_route(param: ParamSpec) -> Route:
-    for rule in DEFAULT_RULES:
-        reason = rule.applies(param)
-        if reason is not None:
-            if rule.family == "matrix":
-                matrices = matrices_of(param, param.row_blocks)
-                if param.row_blocks:
-                    reason += f", in row blocks of {', '.join(map(str, param.row_blocks))}"
-                return Route(family="matrix", reason=reason, matrices=matrices)
-            return Route(family=rule.family, reason=reason)
-    raise AssertionError("the last default rule takes every param")
+    rule, reason = next((rule, reason) for rule in DEFAULT_RULES if (reason := rule.applies(param)) is not None)
+    if rule.family != "matrix":
+        return Route(family=rule.family, reason=reason, is_fallback=rule.is_fallback)
+    if param.split is None and param.looks_fused:
+        raise ValueError(_ambiguous(param))
+    return Route(
+        family="matrix",
+        reason=_with_split(reason, param.split),
+        matrices=matrices_of(param, param.split),
+        is_fallback=rule.is_fallback,
+    )
+
+
+def _ambiguous(param: ParamSpec) -> str:
+    holder = param.module_type or "its module"
+    return (
+        f"param {param.fqn!r} of shape {param.shape} looks fused ({param.looks_fused!r}), and more than one reading fits: blocks of "
+        f"rows one after the other, the same taking turns head by head, or one matrix. Say which: give {holder} (or the module around "
+        f"it) a method matrix_splits(), or pass RouteRule(pattern={param.fqn!r}, to='matrix', row_blocks=(...)), split=Split(...) or "
+        "split='whole'."
+    )
 
 
 def _checked(rules: object) -> tuple[RouteRule, ...]:
@@ -172,8 +241,11 @@ def _checked(rules: object) -> tuple[RouteRule, ...]:
     return tuple(rules)
 
 
-def route_params(table: ParamTable, rules: Sequence[RouteRule] | None = None) -> dict[str, Route]:
-    """A route for every param. A user's rule that matches nothing is an error: it was meant for something."""
+def route_params(
+    table: ParamTable, rules: Sequence[RouteRule] | None = None, *, strict: bool = False
+) -> dict[str, Route]:
+    """A route for every param. A user's rule that matches nothing is an error: it was meant for something. With
+    `strict`, so is a param of two or more dims that only a fallback took."""
     rules = _checked(rules)
     unmatched = dict(enumerate(rules, start=1))
     routes: dict[str, Route] = {}
@@ -188,7 +260,35 @@ def route_params(table: ParamTable, rules: Sequence[RouteRule] | None = None) ->
             routes[param.fqn] = _user_route(hit[1], hit[0], param) if hit is not None else _default_route(param)
     if unmatched:
         raise ValueError(_never_matched(unmatched, rules, table))
+    if strict:
+        _refuse_fallbacks(table, routes)
     return routes
+
+
+def _refuse_fallbacks(table: ParamTable, routes: Mapping[str, Route]) -> None:
+    caught = [param for param in table if len(param.shape) >= 2 and routes[param.fqn].is_fallback]
+    if caught:
+        first = caught[0]
+        raise ValueError(
+            f"strict routing: {len(caught)} param{'s' if len(caught) != 1 else ''} with two or more dims went by a fallback: "
+            f"{listed([param.fqn for param in caught])}. The first {routes[first.fqn].reason} and would go to "
+            f"{routes[first.fqn].family!r}. Add a RouteRule for each."
+        )
+
+
+def suspicion(routes: Mapping[str, Route], table: ParamTable) -> str | None:
+    """A sentence if so little is under the matrix rule that something probably went wrong, or None."""
+    total = sum(param.numel for param in table if routes[param.fqn].family != "frozen")
+    others = [param for param in table if routes[param.fqn].family == "other" and len(param.shape) >= 2]
+    matrix = sum(param.numel for param in table if routes[param.fqn].family == "matrix")
+    if not others or matrix >= _SUSPICIOUS_SHARE * total:
+        return None
+    largest = sorted(others, key=lambda param: (-param.numel, param.fqn))
+    return (
+        f"only {100 * matrix / total:.1f} % of the trainable elements are under the matrix rule. The largest that are not: "
+        + "; ".join(f"{param.fqn!r} {routes[param.fqn].reason}" for param in largest[:3])
+        + ". See `layerwise inspect` or model.plan.route(name).reason."
+    )
 
 
 def _never_matched(unmatched: Mapping[int, RouteRule], rules: Sequence[RouteRule], table: ParamTable) -> str:
@@ -200,10 +300,10 @@ def _never_matched(unmatched: Mapping[int, RouteRule], rules: Sequence[RouteRule
     ]
     if shadowing:
         return (
-            f"route rule {number} ({rule.pattern!r}) never applies: every param it matches is taken by earlier rules, first rule {shadowing[0]} "
-            f"({rules[shadowing[0] - 1].pattern!r}). Reorder the rules or remove one."
+            f"route rule {number} ({rule.label}) never applies: every param it matches is taken by earlier rules, first rule {shadowing[0]} "
+            f"({rules[shadowing[0] - 1].label}). Reorder the rules or remove one."
         )
-    return f"route rule {number} ({rule.pattern!r}) matches no param." + did_you_mean(rule.pattern, table.by_name)
+    return f"route rule {number} ({rule.label}) matches no param." + did_you_mean(rule.pattern, table.by_name)
 
 
 def explain(param: ParamSpec, rules: Sequence[RouteRule] | None = None) -> Iterable[tuple[str, str]]:
@@ -213,9 +313,9 @@ def explain(param: ParamSpec, rules: Sequence[RouteRule] | None = None) -> Itera
         return
     for number, rule in enumerate(rules or (), start=1):
         if rule.matches(param):
-            yield f"user rule {number} {rule.pattern!r}", f"matched: goes to {rule.to}"
+            yield f"user rule {number} {rule.label}", f"matched: goes to {rule.to}"
             return
-        yield f"user rule {number} {rule.pattern!r}", "no match"
+        yield f"user rule {number} {rule.label}", "no match"
     for default in DEFAULT_RULES:
         reason = default.applies(param)
         if reason is not None:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
+from layerwise.routing.split import Split
 
 
 class ModuleKind(StrEnum):
@@ -40,8 +41,10 @@ class ParamSpec:
     maps_to_vocabulary: bool = False
     """A linear layer with one output row per row of one of the model's embeddings."""
     conv_groups: int = 1
-    row_blocks: tuple[int, ...] = ()
-    """Row blocks that its module declares (fused QKV, gate and up); empty when the module says nothing."""
+    split: Split | None = None
+    """How it breaks into matrices, where its module says so (fused QKV, gate and up)."""
+    looks_fused: str = ""
+    """The name by which a weight seems to be several in one, where nobody says how it splits."""
     domain: str = "dense"
     """Name of the set of ranks that hold copies of this param."""
     tied_across_stages: bool = False

@@ -51,6 +51,7 @@ class GradReducer:
         # launched early.
         self._expected: dict[str, int] | None = None
         self._progress = [_Progress() for _ in storage.buckets]
+        self._late_grads: list[tuple[str, Tensor]] = []
         self._late: set[int] = set()
         self._next = 0
         self.reset()
@@ -59,22 +60,26 @@ class GradReducer:
     def write(self, fqn: str, grad: Tensor, *, sync: bool) -> None:
         """Add a gradient. With `sync` it belongs to the last microbatch, so its bucket may be reduced once all of its
         gradients are in."""
-        index = self._bucket_of[fqn]
-        progress = self._progress[index]
-        if progress.phase is not BucketPhase.FILLING:
-            self._wait(progress)  # memory is not ours while the collective is in flight
-            self._late.add(index)
+        progress = self._progress[self._bucket_of[fqn]]
+        if progress.phase is BucketPhase.FILLING:
+            self._accumulate(fqn, grad)
+        else:
+            # Kept aside, not waited for: a peer may launch this bucket only in its step(), and in between the user may
+            # have collectives of his own that need both of us.
+            self._late_grads.append((fqn, grad))
+        if sync:
+            self._arrivals[fqn] = self._arrivals.get(fqn, 0) + 1
+            if self._may_launch_early and self._arrivals[fqn] == self._expected_arrivals(fqn):
+                progress.pending -= 1
+                self._launch_ready()
+
+    def _accumulate(self, fqn: str, grad: Tensor) -> None:
         view = self._storage.grad_views[fqn]
         if fqn in self._written:
             view.add_(grad)
         else:
             view.copy_(grad)
             self._written.add(fqn)
-        if sync:
-            self._arrivals[fqn] = self._arrivals.get(fqn, 0) + 1
-            if self._may_launch_early and self._arrivals[fqn] == self._expected_arrivals(fqn):
-                progress.pending -= 1
-                self._launch_ready()
 
     @property
     def _may_launch_early(self) -> bool:
@@ -131,6 +136,11 @@ class GradReducer:
     def finish(self) -> frozenset[str]:
         """Reduce what is left, wait for everything; returns the params that got no gradient on this rank."""
         self._finish_round()
+        with torch.no_grad():
+            for fqn, grad in self._late_grads:
+                self._accumulate(fqn, grad)
+                self._late.add(self._bucket_of[fqn])
+        self._late_grads.clear()
         self._expected = dict(self._arrivals)
         return frozenset(self._bucket_of).difference(self._written)
 
@@ -155,10 +165,11 @@ class GradReducer:
             progress.pending = len(bucket.plan.placements)
         self._written.clear()
         self._arrivals.clear()
+        self._late_grads.clear()
         self._late.clear()
         self._next = 0
 
     @property
     def has_gradients(self) -> bool:
         """Whether any gradient was written since the last reset."""
-        return bool(self._written)
+        return bool(self._written or self._late_grads)

@@ -178,7 +178,8 @@ class Optimizer(torch.optim.Optimizer):
         return totals
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, also those of a backward that failed half way."""
+        """Forget all gradients, also those of a backward that failed half way. Call it on every rank, after all of them or
+        none of them ran a synchronised backward: reductions that some have begun are finished first."""
         self._engine.reducer.reset()
         self._loss_was_scaled = False
         super().zero_grad(set_to_none)

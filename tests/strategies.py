@@ -18,6 +18,7 @@ from layerwise.routing.geometry import Box, collapse
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route, route_params
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
+from layerwise.routing.split import row_blocks
 
 LIGHT = settings(deadline=None, derandomize=True, max_examples=50)
 """Examples that each plan a whole model."""
@@ -39,7 +40,13 @@ def random_sizes(rng: Random, total: int, max_parts: int = 4) -> tuple[int, ...]
 def _random_matrix(rng: Random) -> ParamSpec:
     rows, cols = rng.randint(1, 24), rng.randint(1, 24)
     blocks = random_sizes(rng, rows) if rng.random() < 0.5 else ()
-    return ParamSpec(fqn="", shape=(rows, cols), module_kind=ModuleKind.LINEAR, module_type="Linear", row_blocks=blocks)
+    return ParamSpec(
+        fqn="",
+        shape=(rows, cols),
+        module_kind=ModuleKind.LINEAR,
+        module_type="Linear",
+        split=row_blocks((rows, cols), blocks) if blocks else None,
+    )
 
 
 def _random_oddity(rng: Random) -> ParamSpec:

@@ -31,6 +31,7 @@ from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.storage import BucketPlan, Placement, Span
 from layerwise.layout.work import EVERY_RANK
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
+from layerwise.routing.split import row_blocks
 from tests.strategies import named, random_param, random_sizes
 
 FIGURE = "S6 layout_props"
@@ -84,7 +85,13 @@ def random_world(rng: Random) -> int:
 def _large_matrix(rng: Random) -> ParamSpec:
     rows, cols = rng.randint(100, 700), rng.randint(100, 700)
     blocks = random_sizes(rng, rows) if rng.random() < 0.5 else ()
-    return ParamSpec(fqn="", shape=(rows, cols), module_kind=ModuleKind.LINEAR, module_type="Linear", row_blocks=blocks)
+    return ParamSpec(
+        fqn="",
+        shape=(rows, cols),
+        module_kind=ModuleKind.LINEAR,
+        module_type="Linear",
+        split=row_blocks((rows, cols), blocks) if blocks else None,
+    )
 
 
 def random_table(rng: Random, world: int) -> ParamTable:

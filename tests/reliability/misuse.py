@@ -327,7 +327,7 @@ def _() -> Scene:
     layerwise.DataParallel(module, rules=[layerwise.RouteRule(pattern="first.bias", to="matrix")])
 
 
-@misuse("row blocks that do not add up", ValueError, "param 'first.weight'", "(3, 3)", "row_blocks")
+@misuse("row blocks that do not add up", ValueError, "param 'first.weight'", "(3, 3)", "sum to")
 def _() -> Scene:
     yield (module := small())
     rule = layerwise.RouteRule(pattern="first.weight", to="matrix", row_blocks=(3, 3))

@@ -149,6 +149,10 @@ def _grouped_conv(param: ParamSpec) -> str | None:
     return None
 
 
+def _declared(param: ParamSpec) -> str | None:
+    return f"is a weight of {param.module_type}, which says how it splits" if param.split is not None else None
+
+
 def _linear(param: ParamSpec) -> str | None:
     return f"is the weight of a {param.module_type}" if param.module_kind is ModuleKind.LINEAR else None
 
@@ -183,6 +187,7 @@ DEFAULT_RULES: tuple[_Default, ...] = (
     _Default("grouped convolutions", "other", _grouped_conv),
     _Default("linear layers", "matrix", _linear),
     _Default("convolutions", "matrix", _conv),
+    _Default("declared splits", "matrix", _declared),
     _Default("stacks", "matrix", _stack),
     _Default("tables by name", "other", _table_by_name, is_fallback=True),
     _Default("bare matrices", "matrix", _bare_matrix, is_fallback=True),

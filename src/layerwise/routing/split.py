@@ -119,9 +119,10 @@ class Split:
         if "a" in self.roles:
             words.append(f"{apart} matrices apart")
         if len(self.blocks) > 1:
-            kind = "column" if self.roles[self.block_axis] == "c" else "row"
-            interleaved = any(role == "r" for role in self.roles[: self.block_axis]) and kind == "row"
-            words.append(f"{'interleaved ' if interleaved else ''}{kind} blocks of {', '.join(map(str, self.blocks))}")
+            logical = "row" if self.roles[self.block_axis] == "r" else "column"
+            # Blocks of one axis take turns where an outer axis of the same kind goes round them.
+            turns = self.roles[self.block_axis] in self.roles[: self.block_axis]
+            words.append(f"{'interleaved ' if turns else ''}{logical} blocks of {', '.join(map(str, self.blocks))}")
         if self.transposed:
             words.append("stored transposed")
         return ", ".join(words)

@@ -19,6 +19,7 @@ from layerwise.layout.storage import plan_storage
 from layerwise.layout.work import plan_work
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
+from layerwise.routing.split import row_blocks
 from tests.strategies import LIGHT, plans
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +45,7 @@ def small_table() -> ParamTable:
                 shape=(64, 32),
                 module_kind=ModuleKind.LINEAR,
                 module_type="Linear",
-                row_blocks=(32, 16, 16),
+                split=row_blocks((64, 32), (32, 16, 16)),
             ),
             ParamSpec(fqn=f"{layer}.out.weight", shape=(32, 32), module_kind=ModuleKind.LINEAR, module_type="Linear"),
         ]

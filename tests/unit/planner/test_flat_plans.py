@@ -58,7 +58,7 @@ def test_the_number_of_buckets_is_what_bytes_say(name: str, expert_parallel: int
 @pytest.mark.parametrize(("name", "expert_parallel"), MODELS)
 def test_the_number_of_matrices_changes_no_bucket(name: str, expert_parallel: int) -> None:
     table = model(name, expert_parallel)
-    whole = ParamTable(tuple(replace(param, row_blocks=()) for param in table))
+    whole = ParamTable(tuple(replace(param, split=None) for param in table))
     counts = [sum(len(route.matrices) for route in route_params(version).values()) for version in (table, whole)]
     assert counts[0] > counts[1]
     assert stored(table, 64) == stored(whole, 64)

@@ -5,6 +5,7 @@ import pytest
 from layerwise.routing.geometry import Box
 from layerwise.routing.matrices import matrices_of
 from layerwise.routing.spec import ModuleKind, ParamSpec
+from layerwise.routing.split import row_blocks, transposed, whole
 
 
 def linear(shape: tuple[int, ...]) -> ParamSpec:
@@ -18,7 +19,7 @@ def test_a_plain_weight_is_one_matrix() -> None:
 
 
 def test_row_blocks_of_unequal_size_are_matrices_one_after_another() -> None:
-    blocks = matrices_of(linear((8, 3)), row_blocks=(4, 1, 3))
+    blocks = matrices_of(linear((8, 3)), row_blocks((8, 3), (4, 1, 3)))
     assert [(block.rows, block.cols) for block in blocks] == [(4, 3), (1, 3), (3, 3)]
     assert [(block.flat_start, block.flat_stop) for block in blocks] == [(0, 12), (12, 15), (15, 24)]
 
@@ -42,23 +43,24 @@ def test_a_one_dimensional_convolution_is_no_stack() -> None:
     assert (matrix.rows, matrix.cols) == (8, 12)
 
 
-@pytest.mark.parametrize("blocks", [(4, 3), (4, 5), (8, 0), (9, -1)])
-def test_row_blocks_that_do_not_add_up_are_refused(blocks: tuple[int, ...]) -> None:
-    expected = (
-        f"param 'blocks.0.w' has shape (8, 3): row blocks {blocks} must be positive and sum to 8, got {sum(blocks)}. "
-        "Fix matrix_splits() of its module or row_blocks of the rule that matched it."
+def test_a_split_made_for_another_shape_is_refused_by_the_name_of_the_param() -> None:
+    with pytest.raises(ValueError) as caught:
+        matrices_of(linear((8, 3)), whole((8, 4)))
+    assert str(caught.value) == (
+        "param 'blocks.0.w' has shape (8, 3): its split has 32 elements in grid (8, 4), the param 24. "
+        "Fix matrix_splits() of its module or the rule that matched it."
     )
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        matrices_of(linear((8, 3)), row_blocks=blocks)
 
 
-def test_row_blocks_on_a_stack_are_refused() -> None:
-    expected = (
-        "param 'experts' is a stack of shape (3, 4, 5): row_blocks=(2, 2) applies to 2-D params only. "
-        "Leave it out: every entry of the stack is one matrix."
-    )
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        matrices_of(ParamSpec(fqn="experts", shape=(3, 4, 5)), row_blocks=(2, 2))
+def test_a_grid_that_runs_across_the_axes_of_the_param_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("its split has grid (4, 6), which does not cut the axes")):
+        matrices_of(linear((8, 3)), whole((4, 6)))
+
+
+def test_a_matrix_stored_transposed_knows_its_logical_shape() -> None:
+    first, second = matrices_of(linear((8, 6)), transposed((8, 6), (4, 2)))
+    assert (first.rows, first.cols, first.logical_shape) == (8, 4, (4, 8))
+    assert (second.rows, second.cols, second.logical_shape) == (8, 2, (2, 8))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_row_blocks_on_a_stack_are_refused() -> None:
         (
             (2, 3, 4, 5),
             "param 'blocks.0.w' has shape (2, 3, 4, 5): expected a matrix, a stack (E, M, N) or a convolution, "
-            "got 4 dims. Route it to 'other'.",
+            "got 4 dims. Route it to 'other', or say how it splits.",
         ),
     ],
 )

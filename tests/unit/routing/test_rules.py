@@ -2,8 +2,9 @@ import re
 
 import pytest
 
-from layerwise.routing.rules import DEFAULT_RULES, RouteRule, explain, route_params, summarise
+from layerwise.routing.rules import DEFAULT_RULES, RouteRule, explain, route_params, summarise, suspicion
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
+from layerwise.routing.split import Split, row_blocks
 
 
 def spec(
@@ -76,9 +77,15 @@ EXAMPLES = [
     ("linear layers", spec("fc.weight", (8, 4), LINEAR, "Linear"), "matrix", "is the weight of a Linear"),
     (
         "linear layers",
-        spec("qkv.weight", (8, 4), LINEAR, "Linear", row_blocks=(4, 2, 2)),
+        spec("qkv.weight", (8, 4), LINEAR, "Linear", split=row_blocks((8, 4), (4, 2, 2))),
         "matrix",
         "is the weight of a Linear, in row blocks of 4, 2, 2",
+    ),
+    (
+        "declared splits",
+        spec("w", (2, 4, 3, 3), OTHER, "Odd", split=Split(grid=(2, 4, 9), roles="arc")),
+        "matrix",
+        "is a weight of Odd, which says how it splits, in 2 matrices apart",
     ),
     (
         "convolutions",
@@ -155,7 +162,7 @@ def test_explain_shows_user_rules_before_the_defaults() -> None:
 
 
 def test_row_blocks_of_a_rule_override_those_of_the_module() -> None:
-    table = ParamTable((spec("qkv.weight", (8, 4), LINEAR, "Linear", row_blocks=(4, 4)),))
+    table = ParamTable((spec("qkv.weight", (8, 4), LINEAR, "Linear", split=row_blocks((8, 4), (4, 4))),))
     routes = route_params(table, [RouteRule(pattern="qkv.*", to="matrix", row_blocks=(4, 2, 2))])
     assert [matrix.rows for matrix in routes["qkv.weight"].matrices] == [4, 2, 2]
     kept = route_params(table, [RouteRule(pattern="qkv.*", to="matrix")])
@@ -198,7 +205,7 @@ def test_a_rule_in_the_shadow_of_an_earlier_one_is_an_error() -> None:
     ("shape", "complaint"),
     [
         ((8,), "a matrix rule needs at least two dims. Route it to 'other'."),
-        ((2, 2, 2, 2), "expected a matrix, a stack (E, M, N) or a convolution, got 4 dims. Route it to 'other'."),
+        ((2, 2, 2, 2), "expected a matrix, a stack (E, M, N) or a convolution, got 4 dims. Route it to 'other', or say how it splits."),
         ((0, 8), "a matrix rule needs elements. Route it to 'other'."),
     ],
 )
@@ -207,14 +214,78 @@ def test_a_user_rule_cannot_make_a_matrix_of_what_is_none(shape: tuple[int, ...]
         route_params(ParamTable((spec("odd", shape),)), [RouteRule(pattern="odd", to="matrix")])
 
 
-def test_row_blocks_of_a_rule_that_do_not_add_up_name_the_param() -> None:
-    with pytest.raises(ValueError, match=re.escape("row blocks (4, 3) must be positive and sum to 8, got 7.")):
+def test_row_blocks_of_a_rule_that_do_not_add_up_name_the_rule_and_the_param() -> None:
+    with pytest.raises(ValueError) as caught:
         route_params(TABLE, [RouteRule(pattern="blocks.0.fc.weight", to="matrix", row_blocks=(4, 3))])
+    assert str(caught.value) == (
+        "route rule 1 ('blocks.0.fc.weight') for param 'blocks.0.fc.weight': split into grid (8, 4): blocks (4, 3) must be "
+        "positive and sum to 8, got 7."
+    )
 
 
-def test_row_blocks_declared_on_a_stack_are_refused_by_default_too() -> None:
-    with pytest.raises(ValueError, match=re.escape("row_blocks=(4, 4) applies to 2-D params only.")):
-        route_params(ParamTable((spec("experts", (3, 8, 4), row_blocks=(4, 4)),)))
+def test_row_blocks_on_a_stack_cut_every_entry() -> None:
+    table = ParamTable((spec("experts", (3, 8, 4)),))
+    routes = route_params(table, [RouteRule(pattern="experts", to="matrix", row_blocks=(6, 2))])
+    assert [(matrix.rows, matrix.cols) for matrix in routes["experts"].matrices] == [(6, 4), (2, 4)] * 3
+
+
+def test_a_weight_that_looks_fused_is_refused_until_somebody_says_how() -> None:
+    table = ParamTable((spec("attn.qkv.weight", (12, 4), LINEAR, "Linear", looks_fused="qkv"),))
+    with pytest.raises(ValueError) as caught:
+        route_params(table)
+    assert str(caught.value) == (
+        "param 'attn.qkv.weight' of shape (12, 4) looks fused ('qkv'), and more than one reading fits: blocks of rows one "
+        "after the other, the same taking turns head by head, or one matrix. Say which: give Linear (or the module around "
+        "it) a method matrix_splits(), or pass RouteRule(pattern='attn.qkv.weight', to='matrix', row_blocks=(...)), "
+        "split=Split(...) or split='whole'."
+    )
+    for rule, count in (
+        (RouteRule(pattern="*.qkv.weight", to="matrix", split="whole"), 1),
+        (RouteRule(pattern="*.qkv.weight", to="matrix", row_blocks=(4, 4, 4)), 3),
+        (RouteRule(pattern="*.qkv.weight", to="matrix", split=Split(grid=(3, 4, 4), roles="arc")), 3),
+        (RouteRule(pattern="*.qkv.weight", to="other"), 0),
+    ):
+        assert len(route_params(table, [rule])["attn.qkv.weight"].matrices) == count
+
+
+def test_strict_routing_names_what_only_a_fallback_took() -> None:
+    table = ParamTable((spec("odd", (8, 4), OTHER, "Odd"), spec("fc.weight", (8, 4), LINEAR, "Linear")))
+    with pytest.raises(ValueError) as caught:
+        route_params(table, strict=True)
+    assert str(caught.value) == (
+        "strict routing: 1 param with two or more dims went by a fallback: 'odd'. The first is a 2-D param held directly by "
+        "Odd and would go to 'matrix'. Add a RouteRule for each."
+    )
+    routes = route_params(table, [RouteRule(pattern="odd", to="other")], strict=True)
+    assert routes["odd"].family == "other"
+
+
+def test_rules_match_by_module_type_and_by_predicate() -> None:
+    table = ParamTable((spec("a.weight", (8, 4), LINEAR, "Linear"), spec("b.weight", (2, 4), LINEAR, "Router")))
+
+    def is_small(param: ParamSpec) -> bool:
+        return param.numel < 16
+
+    by_type = route_params(table, [RouteRule(module_type="Rout*", to="other")])
+    by_size = route_params(table, [RouteRule(when=is_small, to="other")])
+    assert [routes["b.weight"].family for routes in (by_type, by_size)] == ["other", "other"]
+    assert by_type["b.weight"].reason == "matches the user's rule 1 (module 'Rout*')"
+    assert by_size["b.weight"].reason == "matches the user's rule 1 (when is_small)"
+
+
+def test_little_under_the_matrix_rule_is_suspicious_and_a_usual_share_is_not() -> None:
+    table = ParamTable(
+        (spec("wte.weight", (1000, 4), EMBEDDING, "Embedding"), spec("fc.weight", (8, 4), LINEAR, "Linear"))
+    )
+    doubt = suspicion(route_params(table), table)
+    assert doubt is not None
+    assert doubt.startswith(
+        "only 0.8 % of the trainable elements are under the matrix rule. The largest that are not: 'wte.weight'"
+    )
+    usual = ParamTable(
+        (spec("wte.weight", (10, 4), EMBEDDING, "Embedding"), spec("fc.weight", (8, 4), LINEAR, "Linear"))
+    )
+    assert suspicion(route_params(usual), usual) is None
 
 
 @pytest.mark.parametrize(
@@ -229,6 +300,11 @@ def test_row_blocks_declared_on_a_stack_are_refused_by_default_too() -> None:
             {"pattern": "a", "to": "other", "row_blocks": (1,)},
             "route rule 'a': row_blocks=(1,) only makes sense with to='matrix'.",
         ),
+        (
+            {"pattern": "a", "to": "matrix", "row_blocks": (1,), "split": "whole"},
+            "route rule 'a': give row_blocks or split, not both.",
+        ),
+        ({"to": "other"}, "a route rule matches everything: give it a pattern, a module_type or a predicate."),
     ],
 )
 def test_a_malformed_rule_is_refused_when_it_is_made(fields: dict[str, object], expected: str) -> None:

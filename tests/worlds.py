@@ -45,7 +45,8 @@ class Zoo(nn.Module):
 
     def matrix_splits(self) -> dict[str, tuple[int, ...]]:
         width = self.qkv.in_features
-        return {"qkv.weight": (width, 4, 4)}
+        # A single row or column is a vector by default; here it is meant to be the smallest matrix there is.
+        return {"qkv.weight": (width, 4, 4), "row.weight": (1,), "column.weight": (9,)}
 
 
 class Few(nn.Module):
@@ -90,9 +91,20 @@ def net_loss(module: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
     return (module(x) - y).square().mean()
 
 
+class Layers(nn.Module):
+    """Says that its layers are matrices, also those of a single row or column, which are vectors by default."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.rows = [rows for rows, _ in shapes]
+
+    def matrix_splits(self) -> dict[str, tuple[int, ...]]:
+        return {f"layer{index}.weight": (rows,) for index, rows in enumerate(self.rows)}
+
+
 def shapes_module(shapes: list[tuple[int, int]]) -> nn.Module:
     """Linear layers without bias of the given (rows, cols), and one norm."""
-    module = nn.Module()
+    module = Layers(shapes)
     for index, (rows, cols) in enumerate(shapes):
         module.add_module(f"layer{index}", nn.Linear(cols, rows, bias=False))
     module.add_module("norm", nn.LayerNorm(3))

@@ -1,4 +1,4 @@
-"""`inspect` and `doctor`."""
+"""`inspect` of the trainer's own model, and `doctor`. Other models are in test_inspect_models.py."""
 
 import json
 import sys
@@ -25,6 +25,24 @@ SMALL = (
 )
 
 
+PARAM_KEYS = [
+    *(
+        "fqn",
+        "aliases",
+        "shape",
+        "dtype",
+        "family",
+        "rule",
+        "options",
+        "reason",
+        "matrices",
+        "homes",
+        "bucket",
+        "bytes",
+    ),
+]
+
+
 def test_inspect_shows_every_param_with_route_reason_home_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", *SMALL, "--world", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -47,9 +65,11 @@ def test_inspect_as_json_holds_the_same_as_data(capsys: pytest.CaptureFixture[st
     assert main(["inspect", *SMALL, "--json", "--layout", "replicated", "--optim.rule", "normuon"]) == 0
     found = json.loads(capsys.readouterr().out)
     row = next(row for row in found["params"] if row["fqn"] == "blocks.0.mlp.gate_up.weight")
-    assert row["route"] == "normuon"
+    assert row["rule"] == "normuon"
     assert row["matrices"] == [[96, 32], [96, 32]]
     assert row["homes"] == [-1, -1]
+    assert list(row) == PARAM_KEYS
+    assert list(found) == ["digest", "world", "layout", "params", "totals", "plan"]
     assert found["plan"]["layout"] == "replicated"
     assert len(found["digest"]) == 64
 
@@ -70,7 +90,8 @@ def test_explain_lists_the_rules_that_were_tried(capsys: pytest.CaptureFixture[s
     assert main(["inspect", *SMALL, "--explain", "head.weight"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "the first that matches decides" in lines[0]
-    assert "matched: is an output head" in lines[-1]
+    assert "matched: is an output head" in lines[-2]
+    assert lines[-1].startswith("-> other: is an output head")
     assert sum("matched" in line for line in lines) == 1
 
 

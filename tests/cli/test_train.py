@@ -101,3 +101,17 @@ def test_a_gpu_that_is_not_there_is_an_environment_problem(tmp_path: Path, text:
     assert done.returncode == 3
     assert "torch sees no GPU" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_wrong_rules_are_bad_input_before_and_after_the_model_is_built(tmp_path: Path, text: str) -> None:
+    rules = tmp_path / "rules.toml"
+    words = ("train", *SMALL, "--data.path", text, "--train.out-dir", str(tmp_path / "run"))
+    for content, message in (
+        ("[[rule]]\nto = 3\n", "rule 1.to: expected a string, got 3."),
+        ('[[rule]]\npattern = "*.uot.weight"\nto = "other"\n', "route rule 1 ('*.uot.weight') matches no param."),
+    ):
+        rules.write_text(content)
+        done = layerwise(*words, "--routing.rules-file", str(rules))
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"1 problem in the configuration:\n  1. {rules}: {message}")
+        assert "Traceback" not in done.stderr

@@ -3,6 +3,7 @@ values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,10 +11,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from layerwise.buffers.known import known_splits
+from layerwise.buffers.known import is_transposed_linear, known_splits
 from layerwise.dtypes import DType
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
-from layerwise.routing.split import Split, row_blocks
+from layerwise.routing.split import Split, row_blocks, transposed
 
 _TORCH_BY_DTYPE = {
     DType.FP64: torch.float64,
@@ -36,19 +37,43 @@ _FUSED_NAMES = frozenset(
     {
         "qkv",
         "qkv_proj",
+        "qkv_linear",
+        "to_qkv",
+        "in_proj_qkv",
+        "in_proj_qkvz",
+        "in_proj_weight",
         "wqkv",
         "Wqkv",
         "query_key_value",
         "c_attn",
         "kv",
         "kv_proj",
+        "to_kv",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "wkv_a",
+        "wkv_b",
         "gate_up",
         "gate_up_proj",
-        "w13",
         "gate_and_up",
+        "w12",
+        "w13",
     }
 )
 """Names that modules give to weights which are several in one."""
+
+_NORM_CLASS = re.compile(r"Norm(?!al|ed)")
+"""LlamaRMSNorm, T5LayerNorm, MambaRMSNormGated; not NormalizedLinear."""
+_LINEAR_CLASS = re.compile(r"Linear(\d+bit\w*)?$")
+"""ColumnParallelLinear, Linear4bit; not KimiLinearModel."""
+_ROUTER_CLASS = re.compile(r"Router|TopK|Topk")
+_FEW_CHANNELS = 4
+"""Pixels have at most this many channels (red, green, blue, alpha): a convolution that reads so few reads the input."""
+_INPUT_CHANNELS = ("num_channels", "in_channels", "num_mel_bins", "in_chans")
+"""Names by which configs say how many channels the model's input has."""
+_NOT_TOKENS = ("pos", "type", "segment")
+_ADAPTER_PARTS = frozenset({"base_layer", "original_module"})
+"""What adapter libraries put between a module and the weight that it had before."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -64,7 +89,16 @@ def plain_dtype(dtype: torch.dtype, owner: str) -> DType:
 
 
 def _kind_of(module: nn.Module) -> ModuleKind:
-    return next((kind for types, kind in _KINDS if isinstance(module, types)), ModuleKind.OTHER)
+    """By type; for classes of libraries that are not imported here, by what their class is called."""
+    known = next((kind for types, kind in _KINDS if isinstance(module, types)), None)
+    if known is not None:
+        return known
+    name = type(module).__name__
+    if is_transposed_linear(module) or _LINEAR_CLASS.search(name):
+        return ModuleKind.LINEAR
+    if _NORM_CLASS.search(name) and next(module.children(), None) is None:
+        return ModuleKind.NORM
+    return ModuleKind.EMBEDDING if "Embed" in name else ModuleKind.OTHER
 
 
 def named_trainables(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -72,35 +106,59 @@ def named_trainables(module: nn.Module) -> dict[str, nn.Parameter]:
     return {fqn: param for fqn, param in module.named_parameters() if param.requires_grad}
 
 
-def _declared_splits(module: nn.Module) -> dict[str, Split]:
-    """Splits of fused weights by fqn: what a module's own `matrix_splits()` says, else what is known of its class."""
+def _all_splits(modules: Mapping[str, nn.Module]) -> dict[str, Split]:
+    """Splits of fused weights by fqn: what a module's own `matrix_splits()` says, else what is known of its class.
+
+    Of what is known the outermost module's word counts: attention knows more about its projection than the projection.
+    """
     found: dict[str, Split] = {}
-    for prefix, child in module.named_modules():
-        declared = _declaration(child)
-        if not declared:
-            continue
-        params = dict(child.named_parameters())
-        for local, split in declared.items():
-            if local not in params:
-                raise ValueError(
-                    f"{type(child).__name__}.matrix_splits() names {local!r}, which is no param of it. Its params: "
-                    f"{', '.join(sorted(params))}."
-                )
-            fqn = f"{prefix}.{local}" if prefix else local
-            if isinstance(split, Split):
-                found[fqn] = split
-            else:
-                try:
-                    found[fqn] = row_blocks(tuple(params[local].shape), tuple(int(size) for size in split))
-                except ValueError as error:
-                    raise ValueError(f"{type(child).__name__}.matrix_splits() for param {fqn!r}: {error}") from None
+    for prefix, child in modules.items():
+        known = {} if callable(getattr(child, "matrix_splits", None)) else known_splits(child)
+        if is_transposed_linear(child) and not _fused_name(prefix):
+            known = {"weight": transposed(_weight_shape(child))}
+        for local, split in known.items():
+            found.setdefault(_wrapped(child, prefix, local), split)
+    for prefix, child in modules.items():
+        found.update(_declared_splits(child, prefix))
+    return found
+
+
+def _wrapped(module: nn.Module, prefix: str, local: str) -> str:
+    """The fqn of a known param, also if an adapter has wrapped its module since."""
+    path, _, leaf = local.rpartition(".")
+    wrapped = path and hasattr(module.get_submodule(path), "base_layer")
+    return ".".join(part for part in (prefix, path, "base_layer" if wrapped else "", leaf) if part)
+
+
+def _declared_splits(module: nn.Module, prefix: str) -> dict[str, Split]:
+    """What a module's own `matrix_splits()` says, by fqn."""
+    declared = _declaration(module)
+    if not declared:
+        return {}
+    found: dict[str, Split] = {}
+    params = dict(module.named_parameters())
+    for local, split in declared.items():
+        if local not in params:
+            raise ValueError(
+                f"{type(module).__name__}.matrix_splits() names {local!r}, which is no param of it. Its params: "
+                f"{', '.join(sorted(params))}."
+            )
+        fqn = f"{prefix}.{local}" if prefix else local
+        if isinstance(split, Split):
+            found[fqn] = split
+        else:
+            try:
+                found[fqn] = row_blocks(tuple(params[local].shape), tuple(int(size) for size in split))
+            except ValueError as error:
+                where = f"{type(module).__name__}.matrix_splits() for param {fqn!r}"
+                raise ValueError(f"{where}: {error} Fix matrix_splits().") from None
     return found
 
 
 def _declaration(module: nn.Module) -> Mapping[str, Split | Sequence[int]]:
     splits = getattr(module, "matrix_splits", None)
     if not callable(splits):
-        return known_splits(module)
+        return {}
     declared = splits()
     if not isinstance(declared, Mapping):
         raise TypeError(
@@ -110,21 +168,128 @@ def _declaration(module: nn.Module) -> Mapping[str, Split | Sequence[int]]:
     return declared
 
 
-def _vocabulary_head(module: nn.Module) -> int | None:
-    """`id` of the weight of the last linear layer, if it maps the width of an embedding back to that embedding's rows.
+def _weight_shape(module: nn.Module) -> tuple[int, int]:
+    """(rows, cols) of a linear layer's weight; zeros if it has none of two dims."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return 0, 0
+    return weight.shape[0], weight.shape[1]
 
-    Only the last one: a hidden layer may have as many rows as the vocabulary by chance.
+
+def _is_linear(module: nn.Module) -> bool:
+    return _kind_of(module) is ModuleKind.LINEAR and _weight_shape(module) != (0, 0)
+
+
+def _repeated(modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Names of the blocks that the model repeats: members of a list of two or more modules that have modules in them."""
+    found: set[str] = set()
+    for prefix, child in modules.items():
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1:
+            blocks = [
+                f"{prefix}.{name}" if prefix else name
+                for name, block in child.named_children()
+                if any(block.children())
+            ]
+            found.update(blocks if len(blocks) > 1 else ())
+    return frozenset(found)
+
+
+def _within(name: str, blocks: frozenset[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:depth]) in blocks for depth in range(1, len(parts) + 1))
+
+
+def _vocabularies(modules: Mapping[str, nn.Module]) -> set[tuple[int, int]]:
+    """Shapes of the tables that look up tokens. Positions and segment types are looked up too, but no head maps onto
+    them."""
+    return {
+        (child.num_embeddings, child.embedding_dim)
+        for prefix, child in modules.items()
+        if isinstance(child, nn.Embedding)
+        and not any(word in f"{prefix.rpartition('.')[2]} {type(child).__name__}".lower() for word in _NOT_TOKENS)
+    }
+
+
+def _vocabulary_heads(root: nn.Module, modules: Mapping[str, nn.Module], blocks: frozenset[str]) -> set[int]:
+    """`id`s of the weights of linear layers that map the width of an embedding back to that embedding's rows.
+
+    They must be the last ones of the model, or stand outside its repeated blocks and widen: a hidden layer may have as
+    many rows as the vocabulary by chance. Also what the model itself names as its output embeddings.
     """
-    embeddings = {tuple(child.weight.shape) for child in module.modules() if isinstance(child, nn.Embedding)}
-    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    if linears and tuple(linears[-1].weight.shape) in embeddings:
-        return id(linears[-1].weight)
-    return None
+    vocabularies = _vocabularies(modules)
+    linears = [(name, child) for name, child in modules.items() if _is_linear(child)]
+    heads = set()
+    is_last = True
+    for name, child in reversed(linears):
+        rows, cols = _weight_shape(child)
+        fits = (rows, cols) in vocabularies
+        is_last = is_last and fits
+        if fits and (is_last or (rows > cols and not _within(name, blocks))):
+            heads.add(id(child.weight))
+    named = getattr(root, "get_output_embeddings", None)
+    output = named() if callable(named) else None
+    return heads | ({id(output.weight)} if isinstance(output, nn.Linear) else set())
+
+
+def _label_heads(root: nn.Module, modules: Mapping[str, nn.Module], blocks: frozenset[str]) -> set[int]:
+    """`id`s of the weights of linear layers outside the repeated blocks with one row per label of the model's config."""
+    labels = getattr(getattr(root, "config", None), "num_labels", None)
+    return {
+        id(child.weight)
+        for name, child in modules.items()
+        if _is_linear(child) and _weight_shape(child)[0] == labels and not _within(name, blocks)
+    }
+
+
+def _expert_counts(module: nn.Module) -> set[int]:
+    """How many experts a module holds: members of a list, or entries of stacked weights, of what is called experts."""
+    found = set()
+    for name, child in module.named_children():
+        if "expert" in f"{name} {type(child).__name__}".lower():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                found.add(len(child))
+            found.update(param.shape[0] for param in child.parameters(recurse=False) if param.ndim == 3)
+    return found - {1}
+
+
+def _routers(modules: Mapping[str, nn.Module]) -> dict[int, int]:
+    """For the weights of routers, by `id`, how many experts they choose among: what a class called so holds itself or
+    applies last, and linear layers next to the experts with one row for each."""
+    found = {}
+    for child in modules.values():
+        if _ROUTER_CLASS.search(type(child).__name__):
+            last = [layer.weight for layer in child.modules() if _is_linear(layer)][-1:]
+            held = [param for param in child.parameters(recurse=False) if param.ndim == 2]
+            found.update({id(weight): weight.shape[0] for weight in (*held, *last) if isinstance(weight, torch.Tensor)})
+        counts = _expert_counts(child)
+        for sibling in child.children() if counts else ():
+            if _is_linear(sibling) and _weight_shape(sibling)[0] in counts:
+                found[id(sibling.weight)] = _weight_shape(sibling)[0]
+    return found
+
+
+def _input_convolutions(modules: Mapping[str, nn.Module], blocks: frozenset[str]) -> set[int]:
+    """`id`s of the weights of convolutions that read the model's input: images of as few channels as pixels have, or as
+    many channels as a config says that the input has; outside the repeated blocks."""
+    counts: set[int] = set()
+    for config in {
+        id(found): found for child in modules.values() if (found := getattr(child, "config", None))
+    }.values():
+        counts.update(found for name in _INPUT_CHANNELS if isinstance(found := getattr(config, name, None), int))
+    return {
+        id(child.weight)
+        for name, child in modules.items()
+        if isinstance(child, _ConvNd)
+        and child.groups == 1
+        and (child.in_channels in counts or (child.in_channels <= _FEW_CHANNELS and child.weight.ndim > 3))
+        and not _within(name, blocks)
+    }
 
 
 def _fused_name(fqn: str) -> str:
     """The part of a weight's name that says it is fused, or nothing."""
-    return next((part for part in reversed(fqn.split(".")[-2:]) if part in _FUSED_NAMES), "")
+    parts = [part for part in fqn.split(".") if part not in _ADAPTER_PARTS]
+    return next((part for part in reversed(parts[-2:]) if part in _FUSED_NAMES), "")
 
 
 def param_table(module: nn.Module) -> ParamTable:
@@ -134,35 +299,42 @@ def param_table(module: nn.Module) -> ParamTable:
     for fqn, param in module.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(param), []).append(fqn)
     modules = dict(module.named_modules(remove_duplicate=False))
-    splits = _declared_splits(module)
-    head = _vocabulary_head(module)
+    splits, blocks = _all_splits(modules), _repeated(modules)
+    vocabulary_heads, label_heads = _vocabulary_heads(module, modules, blocks), _label_heads(module, modules, blocks)
+    routers, inputs = _routers(modules), _input_convolutions(modules, blocks)
     specs = []
     for fqn, param in module.named_parameters():
         aliases = tuple(name for name in names_by_id[id(param)] if name != fqn)
         holder = modules[fqn.rpartition(".")[0]]
-        dtype = (
-            plain_dtype(param.dtype, f"param {fqn!r}")
-            if param.requires_grad
-            else _DTYPE_BY_TORCH.get(param.dtype, DType.FP32)
-        )
-        if param.requires_grad and dtype not in _PARAM_DTYPES:
-            raise TypeError(
-                f"param {fqn!r} has dtype {param.dtype}: expected one of fp32, bf16, fp16. Convert it with .float()."
-            )
         specs.append(
             ParamSpec(
                 fqn=fqn,
                 shape=tuple(param.shape),
-                dtype=dtype,
+                dtype=_param_dtype(fqn, param),
                 trainable=param.requires_grad,
                 module_kind=_kind_of(holder),
                 module_type=type(holder).__name__,
                 aliases=aliases,
                 alias_kinds=tuple(_kind_of(modules[alias.rpartition(".")[0]]) for alias in aliases),
-                maps_to_vocabulary=id(param) == head,
+                maps_to_vocabulary=id(param) in vocabulary_heads,
+                maps_to_labels=id(param) in label_heads,
+                in_block=_within(fqn, blocks),
+                routes_to=routers.get(id(param), 0),
+                reads_input=id(param) in inputs,
                 conv_groups=holder.groups if isinstance(holder, _ConvNd) else 1,
                 looks_fused=_fused_name(fqn),
                 split=next((splits[name] for name in (fqn, *aliases) if name in splits), None),
             )
         )
     return ParamTable(tuple(specs))
+
+
+def _param_dtype(fqn: str, param: nn.Parameter) -> DType:
+    if not param.requires_grad:
+        return _DTYPE_BY_TORCH.get(param.dtype, DType.FP32)
+    dtype = plain_dtype(param.dtype, f"param {fqn!r}")
+    if dtype not in _PARAM_DTYPES:
+        raise TypeError(
+            f"param {fqn!r} has dtype {param.dtype}: expected one of fp32, bf16, fp16. Convert it with .float()."
+        )
+    return dtype

@@ -1,27 +1,51 @@
-"""`layerwise inspect`: the trainer's model, planned for any number of ranks, as a table of params. Starts no ranks."""
+"""`layerwise inspect MODEL`: any model, planned for any number of ranks, as a table of params. Starts no ranks.
+
+`--json` prints one object; new keys may be added, these stay:
+
+    {"digest": str, "world": int, "layout": str,
+     "params": [{"fqn": str, "aliases": [str], "shape": [int], "dtype": "fp32" | "bf16" | "fp16",
+                 "family": "matrix" | "other" | "frozen",
+                 "rule": str,                    the update rule: "muon", "adamw" ...; "frozen" where there is none
+                 "options": {str: value},        what a user's rule changes about it
+                 "reason": str,
+                 "matrices": [[rows, cols]],     as Newton-Schulz and scale factors see them, (out, in)
+                 "homes": [int],                 per matrix the rank that orthogonalises it; -1: every rank its copy
+                 "bucket": int | null, "bytes": int}],
+     "totals": {"params": int, "elements": int, "bytes": int,
+                "rules": {rule: {"params": int, "elements": int, "bytes": int, "matrices": int,
+                                 "newton_schulz_flops": int}}},     of one step, over all ranks
+     "plan": the whole plan}
+
+and with `--explain FQN`:
+
+    {"fqn": str, "shape": [int], "tried": [{"rule": str, "answer": str}],
+     "family": str, "reason": str, "matrices": [[rows, cols]]}
+"""
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain
+from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
+from layerwise.cli.folding import counted, fold, ranges
+from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override
-from layerwise.config.schema import TrainConfig, resolve_model
-from layerwise.dtypes import DType
+from layerwise.config.rules import Muon, Rule
+from layerwise.config.schema import TrainConfig, matrix_rule, other_rule
 from layerwise.errors import ConfigError, Problem
-from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.cost import newton_schulz_flops, resolve_method
+from layerwise.layout.plan import Plan
 from layerwise.layout.work import EVERY_RANK
-from layerwise.routing.rules import explain
-from layerwise.units import MIB, format_nbytes
+from layerwise.routing.files import read_rules
+from layerwise.routing.rules import RouteRule, explain, route_params, suspicion
+from layerwise.units import format_count, format_nbytes
 
 if TYPE_CHECKING:
-    from layerwise.routing.spec import ParamTable
+    from torch import nn
 
 _MOST_RANKS = 1_000_000
 
@@ -30,11 +54,12 @@ _MOST_RANKS = 1_000_000
 class InspectRequest:
     """What the user asked for."""
 
-    config: str | None
+    model: str | None
     overrides: Sequence[Override]
     world: int
-    explain: str | None
-    as_json: bool
+    explain: str | None = None
+    as_json: bool = False
+    every_row: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,136 +67,321 @@ class ParamRow:
     """One param of the table."""
 
     fqn: str
+    aliases: tuple[str, ...]
     shape: tuple[int, ...]
-    route: str
-    """The rule that updates it."""
+    dtype: str
+    family: str
+    rule: str
+    options: tuple[tuple[str, object], ...]
     reason: str
     matrices: tuple[tuple[int, int], ...]
     homes: tuple[int, ...]
     """Per matrix, the rank that orthogonalises it; -1 where every rank does."""
     bucket: int | None
+    numel: int
     nbytes: int
+    flops: int
+    """Of orthogonalising its matrices once."""
+
+    @property
+    def route(self) -> str:
+        """The rule and what the user changed about it."""
+        changes = ", ".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.rule} ({changes})" if changes else self.rule
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "fqn": self.fqn,
+            "aliases": self.aliases,
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "family": self.family,
+            "rule": self.rule,
+            "options": dict(self.options),
+            "reason": self.reason,
+            "matrices": self.matrices,
+            "homes": self.homes,
+            "bucket": self.bucket,
+            "bytes": self.nbytes,
+        }
+
+
+@dataclass(slots=True)
+class RuleTotal:
+    """What one update rule has to do."""
+
+    params: int = 0
+    elements: int = 0
+    nbytes: int = 0
+    matrices: int = 0
+    flops: int = 0
+
+    def add(self, row: ParamRow) -> None:
+        self.params += 1
+        self.elements += row.numel
+        self.nbytes += row.nbytes
+        self.matrices += len(row.matrices)
+        self.flops += row.flops
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "params": self.params,
+            "elements": self.elements,
+            "bytes": self.nbytes,
+            "matrices": self.matrices,
+            "newton_schulz_flops": self.flops,
+        }
 
 
 def run(request: InspectRequest) -> int:
     """Print the plan and return the exit code."""
+    try:
+        source, config = _settings(request)
+        rules = read_rules(config.routing.rules_file)
+        module = build_model(source, config)
+        if request.explain is not None:
+            return _explain(module, rules, request.explain, as_json=request.as_json, strict=config.routing.strict)
+        plan, rows = _plan_and_rows(module, config, rules, request.world)
+    except ConfigError as error:
+        complain(str(error))
+        return BAD_INPUT
+    except MissingPackage as error:
+        complain(str(error))
+        return ENVIRONMENT
+    except ImportError as error:
+        complain(f"inspect needs a package that cannot be imported: {error}. Run: pip install layerwise")
+        return ENVIRONMENT
+    doubt = suspicion(plan.routes, plan.table)
+    if doubt is not None:
+        note(f"warning: {doubt}")
+    if request.as_json:
+        print(json.dumps(as_json(plan, rows)))
+    else:
+        _print_rows(plan, rows, every_row=request.every_row)
+    return OK
+
+
+def _settings(request: InspectRequest) -> tuple[ModelSource, TrainConfig]:
+    """What to build and with which settings, after everything that can be checked without torch."""
     problems = []
     if not 1 <= request.world <= _MOST_RANKS:
         problems.append(Problem("--world", f"expected a number of ranks from 1 to {_MOST_RANKS}, got {request.world}."))
     try:
-        config = load_settings(request.config, request.overrides, problems).config
-        plan = plan_for(config, request.world)
-        if request.explain is not None:
-            return _explain(plan, request.explain, request.as_json)
+        source = find_model(request.model)
     except ConfigError as error:
-        complain(str(error))
-        return BAD_INPUT
-    except ImportError as error:
-        complain(f"inspect needs a package that cannot be imported: {error}. Run: pip install layerwise")
-        return ENVIRONMENT
-    rows = rows_of(plan, config)
-    if request.as_json:
-        print(json.dumps({"digest": plan.digest, "params": [_row_json(row) for row in rows], "plan": plan.to_json()}))
-    else:
-        _print_rows(plan, rows)
-    return OK
+        raise ConfigError([*error.problems, *problems]) from None
+    if source.kind is ModelKind.TRAINER:
+        return source, load_settings(source.path or source.word or None, request.overrides, problems).config
+    what = f"is about the trainer's own model, and MODEL is {request.model!r}. Leave it out."
+    senseless = [override for override in request.overrides if override.flag.startswith("--model.")]
+    problems += [Problem(override.flag, what) for override in senseless]
+    overrides = [override for override in request.overrides if override not in senseless]
+    return source, load_settings(None, overrides, problems).config
 
 
-def plan_for(config: TrainConfig, world: int) -> Plan:
-    """The plan that `layerwise train` would make on `world` ranks, from a model that has shapes and no memory."""
-    grad_dtype = DType(config.parallel.grad_dtype)
-    bucket_mib = config.parallel.bucket_mib
-    return make_plan(
-        _table_of(config),
+def _plan_and_rows(
+    module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int
+) -> tuple[Plan, list[ParamRow]]:
+    try:
+        plan = plan_for(module, config, rules, world)
+        return plan, rows_of(plan, config)
+    except (
+        ValueError,
+        TypeError,
+        NotImplementedError,
+    ) as error:  # a rule, a dtype or a fused weight that nobody explains
+        raise ConfigError([Problem("routing", str(error))]) from error
+
+
+def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int) -> Plan:
+    """The plan that `DataParallel` would make of the module on `world` ranks."""
+    from layerwise.buffers.bind import torch_dtype
+    from layerwise.comm import engine
+    from layerwise.dtypes import DType
+
+    return engine.plan_for(
+        module,
         world=world,
         layout=config.parallel.layout,
-        grad_dtype=grad_dtype,
-        bucket_numel=None if bucket_mib is None else max(1, int(bucket_mib * MIB) // grad_dtype.itemsize),
+        rules=rules,
+        strict=config.routing.strict,
+        bucket_mib=config.parallel.bucket_mib,
+        grad_dtype=torch_dtype(DType(config.parallel.grad_dtype)),
     )
-
-
-def _table_of(config: TrainConfig) -> ParamTable:
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here uses it
-    import torch
-
-    from layerwise.buffers.bind import param_table, torch_dtype
-    from layerwise.train.model import GPT
-
-    with torch.device("meta"):
-        return param_table(GPT(resolve_model(config.model)).to(torch_dtype(DType(config.train.precision))))
 
 
 def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:
     """The table, in model order."""
-    rule_by_family = {"matrix": config.optim.rule, "other": config.optim.other_rule, "frozen": "frozen"}
+    rule_by_fqn = _rules_by_fqn(plan, config)
     homes_by_fqn: dict[str, list[int]] = {}
     for work in plan.works:
         for item in sorted(work.items, key=lambda item: (item.matrix.fqn, item.matrix.index)):
             homes_by_fqn.setdefault(item.matrix.fqn, []).append(item.home)
-    return [
-        ParamRow(
-            fqn=param.fqn,
-            shape=param.shape,
-            route=rule_by_family[plan.routes[param.fqn].family],
-            reason=plan.routes[param.fqn].reason,
-            matrices=tuple((matrix.rows, matrix.cols) for matrix in plan.routes[param.fqn].matrices),
-            homes=tuple(homes_by_fqn.get(param.fqn, ())),
-            bucket=plan.bucket_of.get(param.fqn),
-            nbytes=param.nbytes,
+    rows = []
+    for param in plan.table:
+        route, rule = plan.routes[param.fqn], rule_by_fqn.get(param.fqn)
+        matrices = tuple(matrix.logical_shape for matrix in route.matrices)
+        rows.append(
+            ParamRow(
+                fqn=param.fqn,
+                aliases=param.aliases,
+                shape=param.shape,
+                dtype=str(param.dtype),
+                family=route.family,
+                rule="frozen" if rule is None else rule.kind,
+                options=route.options,
+                reason=route.reason,
+                matrices=matrices,
+                homes=tuple(homes_by_fqn.get(param.fqn, ())),
+                bucket=plan.bucket_of.get(param.fqn),
+                numel=param.numel,
+                nbytes=param.nbytes,
+                flops=sum(_flops(rule, *shape) for shape in matrices),
+            )
         )
-        for param in plan.table
-    ]
+    return rows
 
 
-def _row_json(row: ParamRow) -> dict[str, object]:
-    return {name: getattr(row, name) for name in row.__slots__}
+def _rules_by_fqn(plan: Plan, config: TrainConfig) -> Mapping[str, Rule]:
+    """The update rule of every trainable param, with the options of the user's rules in it."""
+    from layerwise.optim.groups import plan_groups
+
+    groups = plan_groups(plan, matrix=matrix_rule(config.optim), other=other_rule(config.optim))
+    return {fqn: group.rule for group in groups for fqn in group.fqns}
 
 
-def _print_rows(plan: Plan, rows: Sequence[ParamRow]) -> None:
+def _flops(rule: Rule | None, rows: int, cols: int) -> int:
+    if not isinstance(rule, Muon):  # an element-wise rule may have the matrices too
+        return 0
+    is_gram = resolve_method(rule.method, rows, cols) == "gram"
+    return newton_schulz_flops(rows, cols, rule.steps, gram=is_gram)
+
+
+def totals_of(rows: Sequence[ParamRow]) -> dict[str, RuleTotal]:
+    """Sums by update rule, in order of appearance."""
+    totals: dict[str, RuleTotal] = {}
+    for row in rows:
+        totals.setdefault(row.rule, RuleTotal()).add(row)
+    return totals
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def as_json(plan: Plan, rows: Sequence[ParamRow]) -> dict[str, object]:
+    """The object that `--json` prints; see the top of this file."""
+    return {
+        "digest": plan.digest,
+        "world": plan.world,
+        "layout": plan.layout,
+        "params": [row.to_json() for row in rows],
+        "totals": {
+            "params": len(rows),
+            "elements": sum(row.numel for row in rows),
+            "bytes": sum(row.nbytes for row in rows),
+            "rules": {rule: total.to_json() for rule, total in totals_of(rows).items()},
+        },
+        "plan": plan.to_json(),
+    }
+
+
+def _print_rows(plan: Plan, rows: Sequence[ParamRow], *, every_row: bool) -> None:
     from layerwise.cli.console import print_table
 
     columns = ("param", "shape", "route", "matrices", "home", "bucket", "size", "why")
-    cells = [
-        (
-            row.fqn,
-            "x".join(map(str, row.shape)),
-            row.route,
-            _counted([f"{rows}x{cols}" for rows, cols in row.matrices]),
-            _homes(row.homes),
-            "" if row.bucket is None else str(row.bucket),
-            format_nbytes(row.nbytes),
-            row.reason,
-        )
-        for row in rows
-    ]
+    cells = [_cells(name, members) for name, members in _folded(rows, every_row=every_row)]
     print_table(plan.describe(), columns, cells, right=("bucket", "size"))
+    print()
+    sums = ("params", "elements", "size", "matrices", "newton-schulz flops a step")
+    print_table("", ("totals", *sums), _total_cells(rows), right=sums)
 
 
-def _counted(words: Sequence[str]) -> str:
-    """`a, 2 of b`: equal neighbours of a long list need no repetition."""
-    counts = Counter(words)
-    return ", ".join(word if count == 1 else f"{count} of {word}" for word, count in counts.items())
+def _folded(rows: Sequence[ParamRow], *, every_row: bool) -> list[tuple[str, list[ParamRow]]]:
+    if every_row:
+        return [(row.fqn, [row]) for row in rows]
+    kinds = [(row.shape, row.dtype, row.route, row.reason, row.matrices) for row in rows]
+    return [
+        (name, [rows[position] for position in positions]) for name, positions in fold([row.fqn for row in rows], kinds)
+    ]
 
 
-def _homes(homes: Sequence[int], limit: int = 6) -> str:
+def _cells(name: str, members: Sequence[ParamRow]) -> tuple[str, ...]:
+    """One line of the table: a param, or several that differ in their layer number alone."""
+    first = members[0]
+    homes = first.homes if len(members) == 1 else tuple(sorted({home for row in members for home in row.homes}))
+    buckets = sorted({row.bucket for row in members if row.bucket is not None})
+    return (
+        name,
+        "x".join(map(str, first.shape)),
+        first.route,
+        counted([f"{rows}x{cols}" for rows, cols in first.matrices]),
+        _homes(homes, is_sorted=len(members) > 1),
+        ranges(buckets),
+        format_nbytes(sum(row.nbytes for row in members)),
+        first.reason,
+    )
+
+
+def _homes(homes: Sequence[int], *, is_sorted: bool, limit: int = 6) -> str:
     if EVERY_RANK in homes:
         return "all"
+    if is_sorted:
+        return ranges(homes)
     shown = ",".join(map(str, homes[:limit]))
     return f"{shown},.." if len(homes) > limit else shown
 
 
-def _explain(plan: Plan, name: str, as_json: bool) -> int:
+def _total_cells(rows: Sequence[ParamRow]) -> list[tuple[str, ...]]:
+    totals = totals_of(rows)
+    everything = RuleTotal()
+    for row in rows:
+        everything.add(row)
+    return [
+        (
+            rule,
+            str(total.params),
+            f"{total.elements:,}",
+            format_nbytes(total.nbytes),
+            str(total.matrices),
+            format_count(total.flops),
+        )
+        for rule, total in [*totals.items(), ("all", everything)]
+    ]
+
+
+# -- one param -------------------------------------------------------------------------------------
+
+
+def _explain(module: nn.Module, rules: Sequence[RouteRule], name: str, *, as_json: bool, strict: bool) -> int:
+    """Which rules were tried for one param. It needs no plan, so it works where routing refuses the model."""
+    from layerwise.buffers.bind import param_table
+
     try:
-        param = plan.table.find(name)
+        table = param_table(module)
+        param = table.find(name)
     except KeyError as error:
-        complain(f"--explain: {error.args[0]}")
-        return BAD_INPUT
-    tried = [{"rule": rule, "answer": answer} for rule, answer in explain(param)]
+        raise ConfigError([Problem("--explain", error.args[0])]) from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError([Problem("routing", str(error))]) from error
+    tried = [{"rule": rule, "answer": answer} for rule, answer in explain(param, rules)]
+    try:
+        route = route_params(table, rules, strict=strict)[param.fqn]
+    except ValueError as error:
+        _print_tried(param.fqn, param.shape, tried)
+        raise ConfigError([Problem("routing", str(error))]) from error
+    matrices = [matrix.logical_shape for matrix in route.matrices]
     if as_json:
-        print(json.dumps({"fqn": param.fqn, "shape": param.shape, "tried": tried}))
+        found = {"fqn": param.fqn, "shape": param.shape, "tried": tried}
+        print(json.dumps({**found, "family": route.family, "reason": route.reason, "matrices": matrices}))
         return OK
+    _print_tried(param.fqn, param.shape, tried)
+    words = counted([f"{rows}x{cols}" for rows, cols in matrices])
+    print(f"-> {route.family}{f', matrices: {words}' if words else ''}: {route.reason}")
+    return OK
+
+
+def _print_tried(fqn: str, shape: Sequence[int], tried: Sequence[Mapping[str, str]]) -> None:
     from layerwise.cli.console import print_table
 
-    title = f"{param.fqn} {'x'.join(map(str, param.shape))}: the rules in order, the first that matches decides"
+    title = f"{fqn} {'x'.join(map(str, shape))}: the rules in order, the first that matches decides"
     print_table(title, ("rule", "answer"), [(step["rule"], step["answer"]) for step in tried])
-    return OK

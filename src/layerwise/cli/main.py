@@ -24,6 +24,7 @@ from layerwise.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    RoutingConfig,
     ScheduleConfig,
 )
 
@@ -43,6 +44,7 @@ class TrainCommand:
     model: tyro.conf.FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
     data: tyro.conf.FlagConversionOff[DataConfig] = field(default_factory=DataConfig)
     optim: tyro.conf.FlagConversionOff[OptimConfig] = field(default_factory=OptimConfig)
+    routing: tyro.conf.FlagConversionOff[RoutingConfig] = field(default_factory=RoutingConfig)
     schedule: tyro.conf.FlagConversionOff[ScheduleConfig] = field(default_factory=ScheduleConfig)
     parallel: tyro.conf.FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     train: tyro.conf.FlagConversionOff[LoopConfig] = field(default_factory=LoopConfig)
@@ -55,17 +57,25 @@ class InspectCommand:
     Takes every setting of `layerwise train`; listed here are those that change the answer.
     """
 
-    config: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = None
-    """TOML file with settings, or the config.json of an earlier run."""
+    target: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
+    """A config of the trainer, a Hugging Face config.json or model type (llama), or module:function that returns a
+    module. Nothing: the trainer's defaults."""
     world: Annotated[int, tyro.conf.arg(metavar="N")] = 2
     """Number of ranks to plan for; none are started."""
     layout: Annotated[str | None, tyro.conf.arg(metavar="LAYOUT")] = None
     """Short for --parallel.layout."""
+    rules: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Short for --routing.rules-file: TOML with [[rule]] tables."""
+    strict: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Short for --routing.strict true."""
     explain: Annotated[str | None, tyro.conf.arg(metavar="FQN")] = None
     """Say which routing rules were tried for the param of this name, and which one decided."""
+    all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Give every param a line of its own, also where only the layer number differs."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON instead of a table."""
     model: tyro.conf.FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
+    routing: tyro.conf.FlagConversionOff[RoutingConfig] = field(default_factory=RoutingConfig)
     parallel: tyro.conf.FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
 
 
@@ -133,15 +143,27 @@ def _train(command: TrainCommand, overrides: Sequence[Override], words: Sequence
 def _inspect(command: InspectCommand, overrides: Sequence[Override]) -> int:
     from layerwise.cli import inspect
 
-    shorthand = [] if command.layout is None else [Override("--parallel.layout", (command.layout,))]
     request = inspect.InspectRequest(
-        config=command.config,
-        overrides=[*overrides, *shorthand],
+        model=command.target,
+        overrides=[*overrides, *_shorthands(command)],
         world=command.world,
         explain=command.explain,
         as_json=command.json,
+        every_row=command.all,
     )
     return inspect.run(request)
+
+
+def _shorthands(command: InspectCommand) -> list[Override]:
+    """Short flags as the settings they stand for."""
+    found = []
+    if command.layout is not None:
+        found.append(Override("--parallel.layout", (command.layout,)))
+    if command.rules is not None:
+        found.append(Override("--routing.rules-file", (command.rules,)))
+    if command.strict:
+        found.append(Override("--routing.strict", ("true",)))
+    return found
 
 
 def _doctor(command: DoctorCommand) -> int:

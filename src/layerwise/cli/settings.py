@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from layerwise.config.load import Loaded, Override, load
 from layerwise.config.validate import validate
 from layerwise.errors import ConfigError, Problem
+from layerwise.routing.files import read_rules
 
 
 def load_settings(path: str | None, overrides: Sequence[Override], more: Sequence[Problem] = ()) -> Loaded:
@@ -16,6 +17,18 @@ def load_settings(path: str | None, overrides: Sequence[Override], more: Sequenc
     except ConfigError as error:
         raise ConfigError([*error.problems, *more]) from None
     problems = [*validate(loaded.config), *more]
+    problems = [*problems, *_rule_problems(loaded.config.routing.rules_file, problems)]
     if problems:
         raise ConfigError(problems)
     return loaded
+
+
+def _rule_problems(path: str, known: Sequence[Problem]) -> Sequence[Problem]:
+    """What is wrong inside the file of rules, unless it is already known that there is none to read."""
+    if any(problem.where == "routing.rules_file" for problem in known):
+        return ()
+    try:
+        read_rules(path)
+    except ConfigError as error:
+        return error.problems
+    return ()

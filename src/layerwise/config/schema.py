@@ -138,6 +138,17 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingConfig:
+    """Which params are matrices, where the defaults are not what you want."""
+
+    rules_file: str = ""
+    """TOML file with [[rule]] tables, which come before the default rules. Empty: the defaults alone."""
+
+    strict: bool = False
+    """Refuse to train when only a fallback rule explains a param of two or more dims."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
     """How every learning rate moves over the run; all rules share one shape."""
 
@@ -216,6 +227,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -225,6 +237,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "data": DataConfig,
     "optim": OptimConfig,
+    "routing": RoutingConfig,
     "schedule": ScheduleConfig,
     "parallel": ParallelConfig,
     "train": LoopConfig,

@@ -20,6 +20,7 @@ _MOST_LAYERS = 10_000
 _MOST_WIDTH = 1_000_000
 _MOST_STEPS = 1_000_000_000
 _MOST_SEED = 2**63 - 1
+_MOST_SHOWN = 400  # characters of a path
 
 _INTEGER_RANGES: dict[str, tuple[int, int]] = {
     "model.d_model": (1, _MOST_WIDTH),
@@ -86,6 +87,7 @@ def validate(config: TrainConfig) -> list[Problem]:
         *_optim_problems(config.optim),
         *_schedule_problems(config),
         *_data_problems(config),
+        *_rules_file_problems(config.routing.rules_file),
         *_out_dir_problems(config.train.out_dir),
     ]
     return problems or list(_rule_problems(config.optim))
@@ -174,6 +176,17 @@ def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:
 # -- files -----------------------------------------------------------------------------------------
 
 
+def _shown(path: str) -> str:
+    """A path in a message, which must stay readable whatever was given as one."""
+    text = repr(path)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"
+
+
+def _why(error: OSError | ValueError) -> str:
+    """What the system says, without the path, which it would repeat."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def corpus_files(path: str) -> Iterator[Path]:
     """The files that make up a corpus, in name order: the one rule for what is read, used by the loader too.
 
@@ -209,7 +222,7 @@ def _data_problems(config: TrainConfig) -> Iterator[Problem]:
     if not 0 < data.val_fraction < 1:
         yield Problem("data.val_fraction", f"expected a number between 0 and 1, got {data.val_fraction!r}.")
         return
-    shown = repr(data.path) if data.path else "the standard library"
+    shown = _shown(data.path) if data.path else "the standard library"
     needed = config.model.seq_len + 1
     try:
         if data.path and not os.path.exists(data.path):
@@ -221,13 +234,13 @@ def _data_problems(config: TrainConfig) -> Iterator[Problem]:
         num_bytes = 0
         for file in corpus_files(data.path):
             if not os.access(file, os.R_OK):
-                yield Problem("data.path", f"{str(file)!r} cannot be read: permission denied.")
+                yield Problem("data.path", f"{_shown(str(file))} cannot be read: permission denied.")
                 return
             num_bytes += file.stat().st_size
             if _is_long_enough(num_bytes, data.val_fraction, needed):
                 return  # a huge folder need not be walked to its end
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        yield Problem("data.path", f"{shown} cannot be read: {error}.")
+        yield Problem("data.path", f"{shown} cannot be read: {_why(error)}.")
         return
     yield Problem(
         "data.path",
@@ -241,20 +254,37 @@ def _is_long_enough(num_bytes: int, val_fraction: float, needed: int) -> bool:
     return min(train_bytes, num_bytes - train_bytes) >= needed
 
 
+def _rules_file_problems(path: str) -> Iterator[Problem]:
+    """Whether there is a file to read; what is in it is for `routing.files` to judge."""
+    if path == "":
+        return
+    try:
+        if not os.path.exists(path):
+            yield Problem(
+                "routing.rules_file", f"{_shown(path)} does not exist. Leave it empty to route by the defaults."
+            )
+        elif not os.path.isfile(path):
+            yield Problem("routing.rules_file", f"{_shown(path)} is not a file: expected TOML with [[rule]] tables.")
+        elif not os.access(path, os.R_OK):
+            yield Problem("routing.rules_file", f"{_shown(path)} cannot be read: permission denied.")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        yield Problem("routing.rules_file", f"{_shown(path)} cannot be read: {_why(error)}.")
+
+
 def _out_dir_problems(out_dir: str) -> Iterator[Problem]:
     if out_dir == "":
         yield Problem("train.out_dir", "is empty: expected a folder for metrics and reports.")
         return
     if "\0" in out_dir:
-        yield Problem("train.out_dir", f"{out_dir!r} holds a NUL, which no file name can.")
+        yield Problem("train.out_dir", f"{_shown(out_dir)} holds a NUL, which no file name can.")
         return
     try:
         nearest = Path(out_dir).absolute()
         while not nearest.exists() and nearest != nearest.parent:
             nearest = nearest.parent
         if not nearest.is_dir():
-            yield Problem("train.out_dir", f"{str(nearest)!r} is a file: expected a folder.")
+            yield Problem("train.out_dir", f"{_shown(str(nearest))} is a file: expected a folder.")
         elif not os.access(nearest, os.W_OK | os.X_OK):
-            yield Problem("train.out_dir", f"{str(nearest)!r} cannot be written to: permission denied.")
+            yield Problem("train.out_dir", f"{_shown(str(nearest))} cannot be written to: permission denied.")
     except OSError as error:  # a name that is too long, say
-        yield Problem("train.out_dir", f"{out_dir!r} cannot be a folder: {error}.")
+        yield Problem("train.out_dir", f"{_shown(out_dir)} cannot be a folder: {_why(error)}.")

@@ -26,12 +26,9 @@ import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import Coefficient
+from layerwise.layout.cost import gram_segments, resolve_method
 
 # B: batch of equal-shaped matrices, M: short side, N: long side (the public function takes and returns either order).
-
-_FIRST_RESTART = 2
-_RESTART_EVERY = 3
-_SHORTEST_RESTARTED = 4
 
 
 def orthogonalize(
@@ -66,22 +63,6 @@ def orthogonalize(
         singles = torch.split(short_first_BMN, 1)
         orthogonal_BMN = torch.cat([_orthogonalize_batch(single, schedule, resolved, dtype) for single in singles])
     return (orthogonal_BMN.mT if is_tall else orthogonal_BMN).contiguous()
-
-
-def resolve_method(method: str, rows: int, cols: int) -> str:
-    """`standard` or `gram` for a matrix of this shape; `auto` takes gram when one side is at least twice the other.
-
-    Five steps cost, with r = long/short side and in short^3 FLOPs, 10(2r + 1) as standard and 28 + 8r as gram with one
-    restart (14 + 6r where kernels use symmetry): 50 against 44 at r = 2, 90 against 60 at r = 4. On an H200 gram is
-    even with standard at r = 2, takes 0.7 of its time at r = 4 and is slower below.
-    """
-    match method:
-        case "auto":
-            return "gram" if max(rows, cols) >= 2 * min(rows, cols) else "standard"
-        case "standard" | "gram":
-            return method
-        case _:
-            raise ValueError(f"method must be one of standard, gram, auto, got {method!r}.")
 
 
 def _check_arguments(update_BMN: Tensor, schedule: Sequence[Coefficient]) -> None:
@@ -126,7 +107,7 @@ def _standard(x_BMN: Tensor, schedule: Sequence[Coefficient]) -> Tensor:
 def _gram(x_BMN: Tensor, schedule: Sequence[Coefficient]) -> Tensor:
     """See [Note: The Gram form works in fp16 and restarts]."""
     done = 0
-    for length in _segment_lengths(len(schedule)):
+    for length in gram_segments(len(schedule)):
         x_BMN = _product(_gram_factor(x_BMN, schedule[done : done + length]), x_BMN)
         done += length
     return x_BMN
@@ -150,15 +131,6 @@ def _gram_factor(x_BMN: Tensor, segment: Sequence[Coefficient]) -> Tensor:
 
 def _gram_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else dtype
-
-
-def _segment_lengths(steps: int) -> list[int]:
-    """How many steps the Gram form takes between restarts: 5 -> [2, 3], 10 -> [2, 3, 3, 2]."""
-    if steps < _SHORTEST_RESTARTED:
-        return [steps]
-    rest = steps - _FIRST_RESTART
-    num_segments = -(-rest // _RESTART_EVERY)
-    return [_FIRST_RESTART] + [rest // num_segments + (idx < rest % num_segments) for idx in range(num_segments)]
 
 
 def _polynomial(gram_BMM: Tensor, b: float, c: float) -> Tensor:

@@ -14,7 +14,8 @@ from layerwise.routing.split import Split
 
 
 class ModuleKind(StrEnum):
-    """What kind of module holds a param directly; found by type, never by name."""
+    """What kind of module holds a param directly; found by its type or what its class is called, never by its own
+    name."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -40,6 +41,14 @@ class ParamSpec:
     """Kinds of the modules behind the aliases: a linear weight that is also an embedding is a tied head."""
     maps_to_vocabulary: bool = False
     """A linear layer with one output row per row of one of the model's embeddings."""
+    maps_to_labels: bool = False
+    """A linear layer outside the repeated blocks with one output row per label of the model's config."""
+    in_block: bool = False
+    """Inside a block that the model repeats, so no output head whatever its name."""
+    routes_to: int = 0
+    """The weight of a router: how many experts it chooses among."""
+    reads_input: bool = False
+    """A convolution over the channels of the model's input."""
     conv_groups: int = 1
     split: Split | None = None
     """How it breaks into matrices, where its module says so (fused QKV, gate and up)."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -21,6 +21,8 @@ import layerwise
 from layerwise.comm import launch
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, resolve_model
+from layerwise.errors import ConfigError, Problem
+from layerwise.routing.files import read_rules, rules_to_toml
 from layerwise.routing.rules import summarise
 from layerwise.train.data import Batching, Corpus, Loader, load_corpus
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
@@ -212,20 +214,25 @@ def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher
     corpus = load_corpus(config.data, shape.seq_len)
     launch.same_on_all(dump_json(config), "config", ranks)
     launch.same_on_all(corpus.digest, "training text", ranks)
+    rules = read_rules(config.routing.rules_file)
+    launch.same_on_all(rules_to_toml(rules), "routing rules", ranks)
     module = build_gpt(shape, seed=config.train.seed, device=ranks.device, dtype=_DTYPES[config.train.precision])
-    model = layerwise.DataParallel(
-        module,
-        layout=config.parallel.layout,
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
-        bucket_mib=config.parallel.bucket_mib,
-        grad_dtype=_DTYPES[config.parallel.grad_dtype],
-    )
-    optimizer = layerwise.Optimizer(
-        model,
-        matrix=matrix_rule(config.optim),
-        other=other_rule(config.optim),
-        clip_grad_norm=config.optim.clip_grad_norm,
-    )
+    with _routing_as_configuration(config):
+        model = layerwise.DataParallel(
+            module,
+            layout=config.parallel.layout,
+            rules=rules,
+            strict=config.routing.strict,
+            overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+            bucket_mib=config.parallel.bucket_mib,
+            grad_dtype=_DTYPES[config.parallel.grad_dtype],
+        )
+        optimizer = layerwise.Optimizer(
+            model,
+            matrix=matrix_rule(config.optim),
+            other=other_rule(config.optim),
+            clip_grad_norm=config.optim.clip_grad_norm,
+        )
     batching = Batching(config.train.batch_size, config.train.accumulation, ranks.world)
     loader = Loader(corpus, batching, shape.seq_len, config.data.seed, ranks.rank, ranks.device)
     return Run(
@@ -239,3 +246,15 @@ def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher
         watchers=watchers,
         meter=Meter(loss_sum=torch.zeros((), device=ranks.device)),
     )
+
+
+@contextmanager
+def _routing_as_configuration(config: TrainConfig) -> Iterator[None]:
+    """A rule that does not fit the model is the user's mistake and not a crash. The model is ours and every other
+    setting was checked before, so a value that is refused in here belongs to a rule."""
+    try:
+        yield
+    except ValueError as error:
+        if config.routing.rules_file or config.routing.strict:
+            raise ConfigError([Problem(config.routing.rules_file or "routing.strict", str(error))]) from error
+        raise

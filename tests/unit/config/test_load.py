@@ -118,7 +118,7 @@ def test_all_problems_of_file_and_flags_come_at_once(write) -> None:  # type: ig
         file, "--train.stesp", "3", "--trian.steps", "3", "--train.seed", "x", "--optim.lr", "--zzz.y", "1"
     )
     assert found == [
-        f"{file}: speed: unknown section. Known: data, model, optim, parallel, schedule, train.",
+        f"{file}: speed: unknown section. Known: data, model, optim, parallel, routing, schedule, train.",
         f"{file}: modle: unknown section. Did you mean 'model'?",
         f"{file}: model.d_modle: unknown setting. Did you mean 'd_model'?",
         f"{file}: model.n_heads: expected an integer, got '4'.",
@@ -134,7 +134,7 @@ def test_all_problems_of_file_and_flags_come_at_once(write) -> None:  # type: ig
         "--trian.steps: unknown section 'trian'. Did you mean 'train'?",
         "--train.seed: expected an integer, got 'x'.",
         "--optim.lr: has no value: expected a number.",
-        "--zzz.y: unknown section 'zzz'. Known: data, model, optim, parallel, schedule, train.",
+        "--zzz.y: unknown section 'zzz'. Known: data, model, optim, parallel, routing, schedule, train.",
     ]
 
 
@@ -304,3 +304,21 @@ def test_rules_get_the_numbers_of_the_config(rule: str, other: str) -> None:
 def test_resolved_model_has_nothing_left_open() -> None:
     shape = resolve_model(ModelConfig(d_model=96, n_heads=4))
     assert (shape.head_dim, shape.hidden) == (24, 256)
+
+
+def test_a_file_of_rules_must_be_there(tmp_path: Path) -> None:
+    missing, folder = str(tmp_path / "rules.toml"), str(tmp_path)
+    assert validated("--routing.rules-file", missing) == [
+        f"routing.rules_file: {missing!r} does not exist. Leave it empty to route by the defaults."
+    ]
+    assert validated("--routing.rules-file", folder) == [
+        f"routing.rules_file: {folder!r} is not a file: expected TOML with [[rule]] tables."
+    ]
+    assert validated("--routing.rules-file", "a\0b")[0].startswith("routing.rules_file: 'a\\x00b' ")
+
+
+@pytest.mark.parametrize("flag", ["--data.path", "--train.out-dir", "--routing.rules-file"])
+def test_a_path_that_is_far_too_long_does_not_fill_the_screen(flag: str) -> None:
+    (problem,) = validated(flag, "a" * 5000)
+    assert len(problem) < 1000
+    assert "aaa...aaa" in problem

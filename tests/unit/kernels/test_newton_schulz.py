@@ -13,7 +13,8 @@ from torch import Tensor
 
 from layerwise.config.coefficients import COEFFICIENT_SETS, Coefficient, coefficient_schedule
 from layerwise.kernels import newton_schulz
-from layerwise.kernels.newton_schulz import orthogonalize, resolve_method
+from layerwise.kernels.newton_schulz import orthogonalize
+from layerwise.layout.cost import gram_segments, resolve_method
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 METHODS = ("standard", "gram")
@@ -260,14 +261,14 @@ def test_on_ill_conditioned_input_gram_is_as_near_to_the_polar_factor_as_standar
 
 
 def test_a_gram_form_that_never_restarts_diverges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newton_schulz, "_segment_lengths", lambda steps: [steps])
+    monkeypatch.setattr(newton_schulz, "gram_segments", lambda steps: [steps])
     schedule = POLAR_EXPRESS
     gram, standard = errors("condition 1e4", schedule, "gram"), errors("condition 1e4", schedule, "standard")
     assert gram.to_polar > 10 * standard.to_polar
 
 
 def test_a_single_restart_is_too_few_for_ten_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newton_schulz, "_segment_lengths", lambda steps: [2, steps - 2])
+    monkeypatch.setattr(newton_schulz, "gram_segments", lambda steps: [2, steps - 2])
     schedule = coefficient_schedule("deepseekv4", 10)
     gram, standard = errors("condition 1e4", schedule, "gram"), errors("condition 1e4", schedule, "standard")
     assert gram.to_polar > 10 * standard.to_polar
@@ -280,7 +281,7 @@ def test_a_gram_form_held_in_bf16_is_worse_than_standard(monkeypatch: pytest.Mon
 
 
 def test_the_gram_form_restarts_after_two_steps_and_then_after_at_most_three() -> None:
-    lengths = {steps: newton_schulz._segment_lengths(steps) for steps in range(1, 31)}
+    lengths = {steps: gram_segments(steps) for steps in range(1, 31)}
     assert {steps: lengths[steps] for steps in (1, 2, 3, 4, 5, 8, 10)} == {
         1: [1],
         2: [2],

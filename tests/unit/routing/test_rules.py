@@ -23,20 +23,27 @@ LINEAR, EMBEDDING, NORM, CONV, OTHER = (
 
 # One or more params per default rule: the rule's name, the param, where it goes and the reason in words.
 EXAMPLES = [
-    ("scalars and vectors", spec("gain", ()), "other", "is a scalar"),
     (
-        "scalars and vectors",
-        spec("fc.bias", (8,), LINEAR, "Linear"),
+        "norms",
+        spec("norm.weight", (8,), NORM, "LlamaRMSNorm"),
         "other",
-        "is a vector (bias, norm or gate), not a matrix",
+        "belongs to a normalisation layer (LlamaRMSNorm)",
     ),
-    ("scalars and vectors", spec("empty.weight", (0, 8), LINEAR, "Linear"), "other", "has no elements"),
+    ("norms", spec("norm.weight", (4, 8), NORM, "LayerNorm"), "other", "belongs to a normalisation layer (LayerNorm)"),
     (
-        "scalars and vectors",
-        spec("norm.weight", (8,), NORM, "RMSNorm"),
+        "state-space params",
+        spec("mixer.A_log", (8, 4), OTHER, "Mixer"),
         "other",
-        "is a vector (bias, norm or gate), not a matrix",
+        "is the 'A_log' of a state-space layer: each entry is a rate or a gain of its own",
     ),
+    (
+        "state-space params",
+        spec("mixer.D", (8,), OTHER, "MambaMixer"),
+        "other",
+        "is the 'D' of a state-space layer: each entry is a rate or a gain of its own",
+    ),
+    ("biases", spec("fc.bias", (8,), LINEAR, "Linear"), "other", "is a bias: added, not multiplied"),
+    ("biases", spec("experts.up_bias", (3, 8), OTHER, "Experts"), "other", "is a bias: added, not multiplied"),
     (
         "embeddings",
         spec("wte.weight", (9, 4), EMBEDDING, "Embedding"),
@@ -55,7 +62,21 @@ EXAMPLES = [
         "other",
         "is an embedding table (Linear, tied to 'wte.weight'): its rows are looked up, not multiplied",
     ),
-    ("norms", spec("norm.weight", (4, 8), NORM, "LayerNorm"), "other", "belongs to a normalisation layer (LayerNorm)"),
+    (
+        "embeddings",
+        spec("vit.embeddings.position", (1, 16, 4), EMBEDDING, "ViTEmbeddings"),
+        "other",
+        "is a learned table of ViTEmbeddings: added to the inputs or set beside them, not multiplied",
+    ),
+    ("scalars and vectors", spec("scale", ()), "other", "is a scalar"),
+    ("scalars and vectors", spec("scale", (8,)), "other", "is a vector (a scale or a gate), not a matrix"),
+    ("scalars and vectors", spec("empty.weight", (0, 8), LINEAR, "Linear"), "other", "has no elements"),
+    (
+        "low-rank pairs",
+        spec("q_proj.lora_A.default.weight", (2, 8), LINEAR, "Linear"),
+        "other",
+        "is one factor of a low-rank pair ('lora_A'): only the product of the two is a matrix of the model",
+    ),
     (
         "output heads",
         spec("out.weight", (9, 4), LINEAR, "Linear", maps_to_vocabulary=True),
@@ -69,10 +90,60 @@ EXAMPLES = [
         "is an output head, going by its name 'lm_head'",
     ),
     (
+        "output heads",
+        spec("score.modules_to_save.default.weight", (9, 4), LINEAR, "Linear"),
+        "other",
+        "is an output head, going by its name 'score'",
+    ),
+    (
+        "output heads",
+        spec("out.weight", (9, 4), LINEAR, "Linear", maps_to_labels=True),
+        "other",
+        "is an output head: a linear layer onto the labels of the model's config",
+    ),
+    (
+        "routers",
+        spec("moe.gate.weight", (6, 4), LINEAR, "Linear", routes_to=6),
+        "other",
+        "is a router that chooses among 6 experts: its rows are scores that compete, and balance matters more than "
+        "direction",
+    ),
+    (
+        "routers",
+        spec("moe.router.weight", (6, 4), LINEAR, "Linear"),
+        "other",
+        "is a router, going by its name 'router': its rows are scores that compete, and balance matters more than "
+        "direction",
+    ),
+    (
+        "one-sided layers",
+        spec("shared_expert_gate.weight", (1, 4), LINEAR, "Linear"),
+        "other",
+        "is a linear layer onto one number (a gate or a score): a vector, not a matrix",
+    ),
+    (
+        "one-sided layers",
+        spec("time.weight", (4, 1), LINEAR, "Linear"),
+        "other",
+        "is a linear layer from one number (a gate or a score): a vector, not a matrix",
+    ),
+    (
         "grouped convolutions",
         spec("conv.weight", (8, 1, 3), CONV, "Conv1d", conv_groups=8),
         "other",
         "is a convolution in 8 groups: its rows belong to different inputs",
+    ),
+    (
+        "one-channel convolutions",
+        spec("conv.weight", (8, 1, 3), CONV, "Conv1d"),
+        "other",
+        "is a convolution with one channel: its rows are filters over a signal, no map between channels",
+    ),
+    (
+        "input convolutions",
+        spec("patch.weight", (8, 3, 4, 4), CONV, "Conv2d", reads_input=True),
+        "other",
+        "is an input layer: a convolution that embeds the 3 channels of the input, as a table embeds tokens",
     ),
     ("linear layers", spec("fc.weight", (8, 4), LINEAR, "Linear"), "matrix", "is the weight of a Linear"),
     (
@@ -92,6 +163,12 @@ EXAMPLES = [
         spec("conv.weight", (8, 4, 3, 3), CONV, "Conv2d"),
         "matrix",
         "is a convolution, flattened to rows x (columns * kernel)",
+    ),
+    (
+        "broadcast tables",
+        spec("vit.registers", (1, 16, 4)),
+        "other",
+        "has a leading dim of 1, so it is added across the batch (a table of positions or tokens), not multiplied",
     ),
     ("stacks", spec("experts.w1", (3, 8, 4), OTHER, "GroupedExperts"), "matrix", "is a stack of 3 matrices (experts)"),
     (
@@ -205,7 +282,10 @@ def test_a_rule_in_the_shadow_of_an_earlier_one_is_an_error() -> None:
     ("shape", "complaint"),
     [
         ((8,), "a matrix rule needs at least two dims. Route it to 'other'."),
-        ((2, 2, 2, 2), "expected a matrix, a stack (E, M, N) or a convolution, got 4 dims. Route it to 'other', or say how it splits."),
+        (
+            (2, 2, 2, 2),
+            "expected a matrix, a stack (E, M, N) or a convolution, got 4 dims. Route it to 'other', or say how it splits.",
+        ),
         ((0, 8), "a matrix rule needs elements. Route it to 'other'."),
     ],
 )

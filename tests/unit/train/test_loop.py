@@ -14,10 +14,12 @@ from layerwise.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    RoutingConfig,
     ScheduleConfig,
     TrainConfig,
 )
-from layerwise.train.loop import train
+from layerwise.errors import ConfigError
+from layerwise.train.loop import prepare, train
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.train.stop import StopRequest
 from tests.ranks import raised, run_ranks
@@ -169,3 +171,38 @@ def test_ranks_that_were_started_differently_are_told_what_differs(text: str) ->
         assert message.startswith("PlanMismatchError: ranks 0 and 1 were started with different config:")
         assert '"seed": 0' in message
         assert '"seed": 1' in message
+
+
+def config_with_rules(text: str, rules: str, folder: Path, *, strict: bool = False) -> TrainConfig:
+    (folder / "rules.toml").write_text(rules)
+    routing = RoutingConfig(rules_file=str(folder / "rules.toml"), strict=strict)
+    return dataclasses.replace(config_of(text), routing=routing)
+
+
+def test_rules_of_a_file_decide_routes_and_options(text: str, tmp_path: Path) -> None:
+    rules = '[[rule]]\npattern = "*.out.weight"\nto = "other"\noptions = {lr = 0.125}\n'
+    run = prepare(config_with_rules(text, rules, tmp_path, strict=True), ALONE)
+    route = run.model.plan.route("blocks.0.attn.out.weight")
+    assert (route.family, route.reason) == ("other", "matches the user's rule 1 ('*.out.weight')")
+    assert 0.125 in {group["lr"] for group in run.optimizer.param_groups}
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ('pattern = "*.uot.weight"\nto = "other"', "route rule 1 ('*.uot.weight') matches no param."),
+        (
+            'pattern = "*.qkv.weight"\nto = "matrix"\nrow_blocks = [3, 4]',
+            "blocks (3, 4) must be positive and sum to 64",
+        ),
+        ('pattern = "*.qkv.weight"\nto = "matrix"\noptions = {beta2 = 0.5}', "sets 'beta2', which Muon does not have."),
+    ],
+)
+def test_a_rule_that_does_not_fit_the_model_is_a_problem_of_the_configuration(
+    text: str, tmp_path: Path, rules: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(config_with_rules(text, f"[[rule]]\n{rules}\n", tmp_path), ALONE)
+    (problem,) = caught.value.problems
+    assert problem.where == str(tmp_path / "rules.toml")
+    assert message in problem.what

@@ -178,6 +178,12 @@ def test_sixty_steps_with_bf16_newton_schulz_match_the_oracle_bitwise(world: int
     assert_bitwise(world, Case(shapes=shapes, steps=60, bucket_mib=None, hyper={"weight_decay": 0.1, "clip": 1.0}))
 
 
+@pytest.mark.parametrize("matrix", ["normuon", "adamuon"])
+def test_second_moments_of_equal_shapes_in_different_cohorts_stay_apart(matrix: str) -> None:
+    shapes = [(6, 10)] * 4 + [(4, 4)] * 3
+    assert_bitwise(2, Case(shapes=shapes, cohort_numel=16, hyper={"matrix": matrix}))
+
+
 def test_checked_collectives_change_nothing() -> None:
     assert_bitwise(3, Case(check_collectives=True, steps=2))
 

@@ -12,7 +12,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerwise
+from layerwise.comm import engine
+from layerwise.layout.plan import make_plan
 from tests.reference.oracle import Hyper, Oracle
 
 
@@ -115,6 +119,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "zoo": Zoo,
     "tied": lambda: Zoo(tied=True),
     "few": Few,
+    "mixed": Zoo,
 }
 
 
@@ -134,6 +139,8 @@ class Case:
     shapes: list[tuple[int, int]] | None = None
     exact: bool = True
     check_collectives: bool = False
+    cohort_numel: int | None = None
+    """Elements per rank that travel together; None takes the default, which no small model fills."""
     sabotage: str = ""
     """"momentum" or "gradient": move one element by one ulp in the library's run only, in the second step. A comparison must see it."""
 
@@ -143,7 +150,11 @@ class Case:
         with torch.no_grad():
             for param in module.parameters():
                 param.copy_(torch.randn(param.shape) * 0.1)
-        return module.to(self.dtype)
+        module.to(self.dtype)
+        if self.model == "mixed" and isinstance(module, Zoo):
+            module.norm.float()
+            module.gain.data = module.gain.data.float()
+        return module
 
 
 def matrices_of(module: nn.Module) -> dict[str, list[tuple[int, int]] | None]:
@@ -181,9 +192,11 @@ def is_missing(case: Case, fqn: str, rank: int, step: int) -> bool:
     return case.missing and (hash_of(f"{fqn} {step}") + rank) % 3 == 0
 
 
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
 def rules(hyper: Hyper) -> dict[str, Any]:
     """The library's rules for the oracle's numbers."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     decay = {"weight_decay": hyper.weight_decay, "weight_decay_mode": hyper.weight_decay_mode}
     muon: dict[str, Any] = {
         "lr": hyper.lr,
@@ -191,7 +204,7 @@ def rules(hyper: Hyper) -> dict[str, Any]:
         "nesterov": hyper.nesterov,
         "scale": hyper.scale,
         "extra_scale": hyper.extra_scale,
-        "ns_dtype": names[hyper.ns_dtype],
+        "ns_dtype": NAMES[hyper.ns_dtype],
         **decay,
     }
     adaptive = {"beta2": hyper.beta2, "eps": hyper.matrix_eps}
@@ -202,15 +215,23 @@ def rules(hyper: Hyper) -> dict[str, Any]:
         matrix = layerwise.NorMuon(**muon, **adaptive)
     elif hyper.matrix == "adamuon":
         matrix = layerwise.AdaMuon(**muon, **adaptive)
-    else:
+    elif hyper.matrix == "adamw":
         matrix = layerwise.AdamW(lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, **decay)
+    else:
+        matrix = layerwise.Lion(lr=hyper.lr, betas=hyper.betas, **decay)
     decay = {"weight_decay": hyper.other_weight_decay, "weight_decay_mode": hyper.other_weight_decay_mode}
     other: Any = (
         layerwise.AdamW(lr=hyper.other_lr, betas=hyper.betas, eps=hyper.eps, **decay)
         if hyper.other == "adamw"
         else layerwise.Lion(lr=hyper.other_lr, betas=hyper.betas, **decay)
     )
-    return {"matrix": matrix, "other": other, "clip_grad_norm": hyper.clip, "clip": hyper.clip_scope}
+    return {
+        "matrix": matrix,
+        "other": other,
+        "clip_grad_norm": hyper.clip,
+        "clip": hyper.clip_scope,
+        "norm_groups": hyper.norm_groups,
+    }
 
 
 def deliver(model: layerwise.DataParallel, grads: dict[str, Tensor], *, sync: bool) -> None:
@@ -226,13 +247,32 @@ def deliver(model: layerwise.DataParallel, grads: dict[str, Tensor], *, sync: bo
 
 
 def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
-    return layerwise.DataParallel(
-        module,
-        layout=case.layout,
-        bucket_mib=case.bucket_mib,
-        grad_dtype=case.grad_dtype,
-        check_collectives=case.check_collectives,
-    )
+    planned = make_plan if case.cohort_numel is None else partial(make_plan, cohort_numel=case.cohort_numel)
+    with mock.patch.object(engine, "make_plan", planned):
+        return layerwise.DataParallel(
+            module,
+            layout=case.layout,
+            rules=_route_rules(Hyper(**case.hyper), matrices_of(module)),
+            bucket_mib=case.bucket_mib,
+            grad_dtype=case.grad_dtype,
+            check_collectives=case.check_collectives,
+        )
+
+
+def _route_rules(hyper: Hyper, matrices: dict[str, Any]) -> list[layerwise.RouteRule]:
+    """Route rules that give params the oracle's overrides."""
+
+    def option(name: str, value: Any) -> tuple[str, Any]:
+        return name.removeprefix("other_"), NAMES[value] if isinstance(value, torch.dtype) else value
+
+    return [
+        layerwise.RouteRule(
+            pattern=fqn,
+            to="matrix" if fqn in matrices else "other",
+            options=dict(option(name, value) for name, value in values.items()),
+        )
+        for fqn, values in hyper.overrides.items()
+    ]
 
 
 def oracle_for(module: nn.Module, hyper: Hyper) -> Oracle:
@@ -375,12 +415,12 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
 
 def hash_everything(optimizer: layerwise.Optimizer) -> str:
     """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them."""
-    engine = optimizer._engine
+    storage, module = optimizer._engine.storage, optimizer._engine.module
     tensors: list[Tensor] = []
-    for bucket in engine.storage.buckets:
+    for bucket in storage.buckets:
         tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]
-    for param in engine.storage.params.values():
+    for param in storage.params.values():
         tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
-    frozen = [param for param in engine.module.parameters() if not param.requires_grad]
+    frozen = [param for param in module.parameters() if not param.requires_grad]
     counters = json.dumps(optimizer.state_dict()["layerwise"], sort_keys=True, default=repr)
     return hashlib.sha256((hash_tensors([*tensors, *frozen]) + counters).encode()).hexdigest()

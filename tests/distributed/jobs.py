@@ -72,6 +72,9 @@ def follow(rank: int, world: int, actions: Sequence[Action], setting: Setting) -
                     net_loss(model, rank, *data) if rank == 0 else model.module.first(torch.ones(2, 6)).square().mean()
                 )
                 loss.backward()
+            case "idle":  # only rank 0 has data
+                if rank == 0:
+                    net_loss(model, rank, *data).backward()
             case "failing forward":
                 _fail_once(model.module.norm, backward=False)
                 seen.append(_fails(model, rank, data))

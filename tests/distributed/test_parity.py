@@ -6,6 +6,7 @@ Gradients are exact in any order of summation (`tests.worlds`), so no tolerance 
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tests.distributed.jobs import (
     real_network_against_oracle,
 )
 from tests.ranks import run_ranks
-from tests.worlds import Case, train_and_compare
+from tests.worlds import Case, train_and_compare, wrap
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAYOUTS = ("flat", "replicated")
@@ -41,6 +42,15 @@ WORLDS: dict[str, tuple[int, Case]] = {
         Case(dtype=FP16, accumulation=3, missing=True, steps=3),
     ),
     "3 ranks, fp32 params, bf16 gradients, missing gradients": (3, Case(grad_dtype=BF16, missing=True)),
+    "3 ranks, bf16 params with fp32 norms, accumulation 3": (
+        3,
+        Case(model="mixed", dtype=BF16, accumulation=3, steps=3),
+    ),
+    "3 ranks, many cohorts": (3, Case(cohort_numel=16)),
+    "4 ranks, fp16 params and gradients, many cohorts": (
+        4,
+        Case(dtype=FP16, grad_dtype=FP16, cohort_numel=40, steps=3),
+    ),
     "4 ranks, fp32, missing gradients": (4, Case(missing=True)),
     "4 ranks, tied, fp32, accumulation 3, one bucket a buffer": (
         4,
@@ -118,6 +128,23 @@ RULES: dict[str, dict[str, Any]] = {
         "nesterov": False,
         "scale": "spectral",
     },
+    "normuon in many dtypes and lrs, a norm group apart, clip all": {
+        "matrix": "normuon",
+        "clip": 0.25,
+        "norm_groups": {"experts": "experts", "gain": "gain"},
+        "overrides": {
+            "tall.weight": {"lr": 0.5, "ns_dtype": FP32},
+            "experts": {"momentum": 0.5, "weight_decay": 0.1},
+            "qkv.weight": {"ns_dtype": FP16, "scale": "spectral"},
+            "embed.weight": {"other_lr": 0.25},
+        },
+    },
+    "lion for matrices too, coupled decay": {
+        "matrix": "lion",
+        "other": "lion",
+        "weight_decay": 0.1,
+        "weight_decay_mode": "coupled",
+    },
     "adamw for matrices too, clip all": {
         "matrix": "adamw",
         "weight_decay": 0.1,
@@ -151,8 +178,19 @@ def test_sixty_steps_with_bf16_newton_schulz_match_the_oracle_bitwise(world: int
     assert_bitwise(world, Case(shapes=shapes, steps=60, bucket_mib=None, hyper={"weight_decay": 0.1, "clip": 1.0}))
 
 
+@pytest.mark.parametrize("matrix", ["normuon", "adamuon"])
+def test_second_moments_of_equal_shapes_in_different_cohorts_stay_apart(matrix: str) -> None:
+    shapes = [(6, 10)] * 4 + [(4, 4)] * 3
+    assert_bitwise(2, Case(shapes=shapes, cohort_numel=16, hyper={"matrix": matrix}))
+
+
 def test_checked_collectives_change_nothing() -> None:
     assert_bitwise(3, Case(check_collectives=True, steps=2))
+
+
+def test_small_cohorts_are_really_many() -> None:
+    case = Case(cohort_numel=16)
+    assert wrap(case, case.build()).plan.works[0].num_cohorts >= 4
 
 
 def test_ranks_that_own_nothing_and_are_home_to_nothing_exist_in_these_tests() -> None:
@@ -246,6 +284,11 @@ def test_gradients_missing_on_some_ranks_do_not_change_the_order_of_collectives(
     assert outcomes(partial) == outcomes(partial, overlap=False)
 
 
+def test_ranks_without_data_wait_for_nobody() -> None:
+    idle = [*train(range(2)), ("idle", 2), ("step",), ("idle", 3), ("backward", 4), ("step",), *train(range(5, 6))]
+    assert outcomes(idle) == outcomes(idle, overlap=False)
+
+
 def test_a_users_all_reduce_between_backward_and_step_meets_its_own_kind() -> None:
     with_metric = [*train(range(2)), ("partial", 2), ("metric",), ("step",), ("metric",)]
     assert outcomes(with_metric) == outcomes([*train(range(2)), ("partial", 2), ("step",)])
@@ -260,6 +303,53 @@ def test_a_second_backward_that_reaches_some_params_on_some_ranks_only_accumulat
     twice = [*train(range(2)), ("backward", 2), ("partial", 3), ("step",), *train(range(4, 5))]
     accumulated = [*train(range(2)), ("accumulate", 2), ("partial", 3), ("step",), *train(range(4, 5))]
     assert outcomes(twice) == outcomes(accumulated)
+
+
+def test_a_second_backward_does_not_wait_for_ranks_that_have_not_reduced_yet() -> None:
+    twice = [
+        *train(range(2)),
+        ("partial", 2),
+        ("partial", 3),
+        ("metric",),
+        ("backward", 4),
+        ("metric",),
+        ("step",),
+        *train(range(5, 6)),
+    ]
+    assert outcomes(twice) == outcomes(twice, overlap=False)
+
+
+def random_actions(seed: int, length: int = 14) -> list[Action]:
+    """Microbatches, failures, forgotten gradients, evaluations and steps in any order; after a failure gradients are forgotten, as they must be."""
+    random = Random(seed)
+    kinds = [
+        "backward",
+        "backward",
+        "accumulate",
+        "partial",
+        "eval",
+        "metric",
+        "zero_grad",
+        "failing forward",
+        "failing backward",
+        "step",
+        "step",
+    ]
+    actions: list[Action] = [("backward", 0), ("step",)]
+    for number in range(1, length):
+        kind = random.choice(kinds)
+        takes_data = kind in ("backward", "accumulate", "partial") or kind.startswith("failing")
+        actions.append((kind, number) if takes_data else (kind,))
+        if kind.startswith("failing"):
+            actions.append((random.choice(["zero_grad", "model.zero_grad"]),))
+    return [*actions, ("backward", length), ("step",)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_sequence_of_actions_gives_the_same_bits_with_and_without_overlap(seed: int) -> None:
+    actions = random_actions(seed)
+    layout = LAYOUTS[seed % 2]
+    assert outcomes(actions, layout=layout) == outcomes(actions, layout=layout, overlap=False)
 
 
 def test_control_gaussian_gradients_differ_between_layouts_and_exact_ones_do_not() -> None:

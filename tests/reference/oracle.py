@@ -7,7 +7,8 @@ library is expected wherever the sum over ranks is exact, because every other op
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,8 @@ class Hyper:
     matrix_eps: float = 1e-8
     clip: float | None = None
     clip_scope: str = "all"
+    norm_groups: dict[str, str] = field(default_factory=dict)  # name of a group: the one param in it
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)  # param: other values for fields above
 
 
 @dataclass
@@ -128,7 +131,7 @@ class Oracle:
                     total = total + grad.to(grad_dtype)
             self.totals[fqn] = total
             self.averaged[fqn] = total.float() / world
-        self.grad_norm = self._norm(list(self.averaged), world)
+        self.grad_norm = self._norm([fqn for fqn in self.averaged if fqn not in self.hyper.norm_groups.values()], world)
         self.num_zeros = sum(int((grad == 0).sum()) for grad in self.averaged.values())
         if not math.isfinite(self.grad_norm):
             return False
@@ -148,11 +151,17 @@ class Oracle:
     def _clip(self, world: int) -> None:
         if self.hyper.clip is None or self.hyper.clip_scope == "none":
             return
-        chosen = [fqn for fqn in self.averaged if self.hyper.clip_scope == "all" or fqn not in self.matrices]
-        coefficient = self.hyper.clip / (self._norm(chosen, world) + 1e-6)
-        if coefficient < 1.0:
-            for fqn in chosen:
-                self.averaged[fqn] = self.averaged[fqn] * coefficient
+        apart = list(self.hyper.norm_groups.values())
+        common = [fqn for fqn in self.averaged if self.hyper.clip_scope == "all" or fqn not in self.matrices]
+        for chosen in ([fqn for fqn in common if fqn not in apart], *([fqn] for fqn in apart)):
+            coefficient = self.hyper.clip / (self._norm(chosen, world) + 1e-6)
+            if coefficient < 1.0:
+                for fqn in chosen:
+                    self.averaged[fqn] = self.averaged[fqn] * coefficient
+
+    def _of(self, fqn: str) -> Hyper:
+        """The numbers that hold for one param."""
+        return replace(self.hyper, **self.hyper.overrides.get(fqn, {}))
 
     def _decay(self, fqn: str, grad: Tensor, lr: float, weight_decay: float, mode: str) -> Tensor:
         if weight_decay == 0.0:
@@ -168,7 +177,7 @@ class Oracle:
         return self.state[fqn][name]
 
     def _matrix_update(self, fqn: str, grad: Tensor) -> None:
-        h = self.hyper
+        h = self._of(fqn)
         grad = self._decay(fqn, grad, h.lr, h.weight_decay, h.weight_decay_mode)
         moment = self._moment(fqn, "momentum", grad, h.momentum)
         update = torch.add(grad * (1.0 - h.momentum), moment, alpha=h.momentum) if h.nesterov else moment
@@ -182,10 +191,10 @@ class Oracle:
         for index, (weight, raw) in enumerate(parts):
             rows, cols = weight.shape
             direction = self._direction(fqn, index, raw)
-            weight.sub_(direction.float() * (h.lr * self._scale(rows, cols) * h.extra_scale))
+            weight.sub_(direction.float() * (h.lr * _scale(h.scale, rows, cols) * h.extra_scale))
 
     def _direction(self, fqn: str, index: int, raw: Tensor) -> Tensor:
-        h = self.hyper
+        h = self._of(fqn)
         wire = torch.bfloat16 if h.ns_dtype == torch.bfloat16 else torch.float32
         raw = raw.to(wire)
         if h.matrix == "adamuon":
@@ -207,17 +216,8 @@ class Oracle:
         norm = torch.linalg.vector_norm(polar).clamp_min(torch.finfo(torch.float32).tiny)
         return (polar * (math.sqrt(min(polar.shape)) / norm)).to(wire)
 
-    def _scale(self, rows: int, cols: int) -> float:
-        return {
-            "rms": 0.2 * math.sqrt(max(rows, cols)),
-            "spectral": math.sqrt(max(rows, cols)),
-            "shape": math.sqrt(max(1.0, rows / cols)),
-            "unit_rms": math.sqrt(rows / cols),
-            "none": 1.0,
-        }[self.hyper.scale]
-
     def _elementwise_update(self, fqn: str, grad: Tensor, *, is_matrix: bool) -> None:
-        h = self.hyper
+        h = self._of(fqn)
         rule, lr = (h.matrix, h.lr) if is_matrix else (h.other, h.other_lr)
         decay = (
             (h.weight_decay, h.weight_decay_mode) if is_matrix else (h.other_weight_decay, h.other_weight_decay_mode)
@@ -237,3 +237,13 @@ class Oracle:
             direction = torch.add(before * beta1, grad, alpha=1.0 - beta1).sign()
             self.masters[fqn] = self.masters[fqn] - direction * lr
             self.state[fqn]["exp_avg"] = torch.add(before * beta2, grad, alpha=1.0 - beta2)
+
+
+def _scale(name: str, rows: int, cols: int) -> float:
+    return {
+        "rms": 0.2 * math.sqrt(max(rows, cols)),
+        "spectral": math.sqrt(max(rows, cols)),
+        "shape": math.sqrt(max(1.0, rows / cols)),
+        "unit_rms": math.sqrt(rows / cols),
+        "none": 1.0,
+    }[name]

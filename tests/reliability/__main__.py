@@ -35,7 +35,7 @@ def measure(name: str, *, quick: bool, sabotage: bool) -> dict[str, Any]:
         "figure": name,
         "n": fields["n"],
         "bad": fields["bad"],
-        "worst": fields["worst"],
+        "worst": str(fields["worst"])[:400],
         "seconds": round(time.monotonic() - begin, 1),
     }
 

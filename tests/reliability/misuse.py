@@ -13,10 +13,12 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -961,8 +963,10 @@ _settings_of_ranks("another rule on one rank", ({}, {"matrix": layerwise.NorMuon
 _settings_of_ranks(
     "another clip norm on one rank", ({"clip_grad_norm": 1.0}, {"clip_grad_norm": 2.0}), "clip", "1.0 against 2.0"
 )
-_settings_of_ranks("loss scaling on one rank", ({}, {"loss_scale": layerwise.LossScale()}), "loss_scale")
-_settings_of_ranks("another norm group on one rank", ({}, {"norm_groups": {"first": "first.*"}}), "norm groups", "first")
+_settings_of_ranks("loss scaling on one rank", ({}, {"loss_scale": layerwise.LossScale()}), "loss scale", "65536")
+_settings_of_ranks(
+    "another norm group on one rank", ({}, {"norm_groups": {"first": "first.*"}}), "norm groups", "first"
+)
 
 
 @misuse(
@@ -1052,7 +1056,7 @@ def _swapped_states(rank: int, optimizer: Optimizer) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     states: list[Any] = [None, None]
-    folder = os.environ.get("TMPDIR", "/tmp")
+    folder = tempfile.gettempdir()
     name = os.path.join(folder, f"layerwise-misuse-{os.getppid()}-{rank}.pt")
     torch.save(optimizer.state_dict(), name)
     dist.barrier()
@@ -1140,7 +1144,8 @@ def complaints_on_ranks(names: list[str]) -> dict[str, str]:
 def _complaints_without_asserts() -> dict[str, str]:
     """The suite in a `python -O` of its own, where `assert` does nothing."""
     command = [sys.executable, "-O", "-W", "ignore", "-m", "tests.reliability.misuse"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=root)
     if done.returncode != 0:
         return {"python -O": done.stderr[-300:]}
     answer: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

@@ -61,7 +61,9 @@ def test_only_one_module_imports_tyro_and_only_one_imports_rich() -> None:
 
 def test_user_errors_are_never_asserts() -> None:
     """`python -O` drops asserts; what a user can get wrong must still be refused there."""
-    asserts = [f"{name}:{node.lineno}" for name, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    asserts = [
+        f"{name}:{node.lineno}" for name, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.Assert)
+    ]
     assert asserts == []
 
 

@@ -1,122 +1,63 @@
-"""What is read off a model: heads, routers, input layers and tables, by type, sharing, shape and position."""
-
-from types import SimpleNamespace
+from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
-from layerwise.buffers.bind import param_table
-from layerwise.routing.rules import route_params
+from layerwise.buffers.bind import param_table, plain_dtype, torch_dtype
+from layerwise.dtypes import DType
+from layerwise.routing.spec import ModuleKind
+from tests.worlds import Zoo
 
 
-def families(module: nn.Module) -> dict[str, str]:
-    return {fqn: route.family for fqn, route in route_params(param_table(module)).items()}
+def test_every_param_is_listed_once_in_registration_order_with_its_modules_kind() -> None:
+    table = param_table(Zoo())
+    assert [param.fqn for param in table] == [fqn for fqn, _ in Zoo().named_parameters()]
+    kinds = {param.fqn: param.module_kind for param in table}
+    assert kinds["embed.weight"] is ModuleKind.EMBEDDING
+    assert kinds["qkv.weight"] is ModuleKind.LINEAR
+    assert kinds["conv.weight"] is ModuleKind.CONV
+    assert kinds["norm.weight"] is ModuleKind.NORM
+    assert kinds["experts"] is ModuleKind.OTHER
 
 
-def reason(module: nn.Module, fqn: str) -> str:
-    return route_params(param_table(module))[fqn].reason
+def test_a_tied_weight_is_one_param_with_both_names() -> None:
+    table = param_table(Zoo(tied=True))
+    tied = table.find("head.weight")
+    assert tied.fqn == "embed.weight"
+    assert tied.aliases == ("head.weight",)
+    assert tied.alias_kinds == (ModuleKind.LINEAR,)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width, bias=False)
-        self.output = nn.Linear(2 * width, width, bias=False)
+def test_frozen_params_are_listed_as_such_whatever_their_dtype() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double().requires_grad_(False))
+    assert [param.trainable for param in param_table(module)] == [True, True, False, False]
 
 
-class Model(nn.Module):
-    """Embedding, blocks, then whatever else is given."""
-
-    def __init__(self, vocabulary: int = 50, width: int = 6, **more: nn.Module) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
-        for name, module in more.items():
-            self.add_module(name, module)
+def test_declared_row_blocks_reach_the_table() -> None:
+    split = param_table(Zoo()).find("qkv.weight").split
+    assert split is not None
+    assert split.blocks == (12, 4, 4)
 
 
-@pytest.mark.parametrize("name", ["projection", "lm_head", "decode"])
-def test_a_linear_layer_onto_the_vocabulary_is_a_head_whatever_its_name(name: str) -> None:
-    assert reason(Model(**{name: nn.Linear(6, 50)}), f"{name}.weight").startswith("is an output head: a linear layer")
+def test_only_the_last_linear_layer_may_be_a_head_by_its_shape() -> None:
+    module = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 7))
+    heads = [param.fqn for param in param_table(module) if param.maps_to_vocabulary]
+    assert heads == ["3.weight"]
 
 
-def test_several_heads_are_all_heads() -> None:
-    model = Model(first=nn.Linear(6, 50), more=nn.ModuleList([nn.Linear(6, 50) for _ in range(3)]))
-    found = families(model)
-    assert {found["first.weight"], *(found[f"more.{n}.weight"] for n in range(3))} == {"other"}
+def test_a_model_without_values_has_a_table_too() -> None:
+    with torch.device("meta"):
+        module = Zoo()
+    assert param_table(module) == param_table(Zoo())
 
 
-def test_a_head_need_not_be_the_last_layer() -> None:
-    found = families(Model(decode=nn.Linear(6, 50), value=nn.Linear(6, 8)))
-    assert (found["decode.weight"], found["value.weight"]) == ("other", "matrix")
+@pytest.mark.parametrize("dtype", list(DType))
+def test_dtypes_go_there_and_back(dtype: DType) -> None:
+    assert plain_dtype(torch_dtype(dtype), "x") is dtype
+    assert torch.empty(0, dtype=torch_dtype(dtype)).element_size() == dtype.itemsize
 
 
-def test_hidden_layers_with_as_many_rows_as_the_vocabulary_stay_matrices() -> None:
-    model = Model(vocabulary=12, width=6, head=nn.Linear(6, 12))
-    found = families(model)
-    assert found["head.weight"] == "other"
-    assert found["blocks.0.up.weight"] == found["blocks.1.up.weight"] == "matrix"
-
-
-def test_no_head_maps_onto_positions() -> None:
-    model = nn.ModuleDict({"position_embeddings": nn.Embedding(6, 6), "pooler": nn.Linear(6, 6)})
-    assert families(model)["pooler.weight"] == "matrix"
-
-
-def test_a_tied_head_is_an_embedding_under_both_names() -> None:
-    model = Model(decode=nn.Linear(6, 50, bias=False))
-    model.decode.weight = model.tokens.weight
-    assert reason(model, "tokens.weight").startswith("is an embedding table (Embedding, tied to 'decode.weight')")
-
-
-def test_a_layer_called_output_inside_a_block_is_no_head() -> None:
-    assert families(Model())["blocks.0.output.weight"] == "matrix"
-
-
-def test_the_model_may_name_its_output_embeddings() -> None:
-    model = Model(decode=nn.Linear(9, 50), after=nn.Linear(6, 6))
-    model.get_output_embeddings = lambda: model.decode
-    assert families(model)["decode.weight"] == "other"
-
-
-def test_a_linear_layer_onto_the_labels_of_the_config_is_a_head() -> None:
-    model = Model(guess=nn.Linear(6, 5))
-    model.config = SimpleNamespace(num_labels=5)
-    assert reason(model, "guess.weight") == "is an output head: a linear layer onto the labels of the model's config"
-
-
-def test_a_linear_layer_beside_as_many_experts_as_it_has_rows_is_a_router() -> None:
-    moe = nn.ModuleDict({"gate": nn.Linear(6, 4), "experts": nn.ModuleList([Block(6) for _ in range(4)])})
-    assert reason(moe, "gate.weight").startswith("is a router that chooses among 4 experts")
-    plain = nn.ModuleDict({"gate": nn.Linear(6, 5), "experts": nn.ModuleList([Block(6) for _ in range(4)])})
-    assert families(plain)["gate.weight"] == "matrix"
-
-
-def test_only_the_last_layer_of_a_router_chooses() -> None:
-    class TopKRouter(nn.Sequential):
-        pass
-
-    found = families(nn.ModuleDict({"choose": TopKRouter(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))}))
-    assert (found["choose.0.weight"], found["choose.2.weight"]) == ("matrix", "other")
-
-
-def test_convolutions_over_pixels_or_the_channels_of_the_config_are_input_layers() -> None:
-    model = nn.ModuleDict(
-        {"patches": nn.Conv2d(3, 8, 4, stride=4), "mel": nn.Conv1d(16, 8, 3), "next": nn.Conv1d(8, 8, 3)}
-    )
-    model.config = SimpleNamespace(num_mel_bins=16)
-    found = families(model)
-    assert (found["patches.weight"], found["mel.weight"], found["next.weight"]) == ("other", "other", "matrix")
-
-
-@pytest.mark.parametrize("name", ["LlamaRMSNorm", "T5LayerNorm", "MambaRMSNormGated"])
-def test_norms_of_any_library_are_known_by_their_class(name: str) -> None:
-    norm = type(name, (nn.Module,), {})()
-    norm.weight = nn.Parameter(nn.Linear(4, 4).weight.detach())
-    assert reason(nn.ModuleDict({"n": norm}), "n.weight") == f"belongs to a normalisation layer ({name})"
-
-
-def test_a_table_held_by_a_class_called_embeddings_is_no_matrix() -> None:
-    embeddings = type("ViTEmbeddings", (nn.Module,), {})()
-    embeddings.table = nn.Parameter(nn.Linear(4, 4).weight.detach())
-    assert families(nn.ModuleDict({"e": embeddings}))["e.table"] == "other"
+def test_a_dtype_without_a_name_is_refused_with_its_owner() -> None:
+    with pytest.raises(TypeError, match=r"param 'w' has dtype torch.int8: expected one of fp32, bf16, fp16"):
+        plain_dtype(torch.int8, "param 'w'")

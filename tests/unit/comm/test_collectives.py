@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerwise.comm.collectives import Communicator
+from layerwise.comm.facts import gather_facts
+from layerwise.comm.groups import NO_GROUPS, agree, derive_together
+from layerwise.dtypes import DType
+from layerwise.errors import ContractError
+from layerwise.layout.schedule import CommOp
+from tests.ranks import run_ranks
+
+NUMEL = 12
+
+
+def op(
+    kind: str, *, numel: int = NUMEL, dtype: DType = DType.FP32, world: int = 1, sent: tuple[int, ...] = ()
+) -> CommOp:
+    return CommOp("reduce", kind, "bucket 7", dtype, numel, world, sent)  # type: ignore[arg-type]
+
+
+def ones(numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(numel, dtype=dtype)
+
+
+def test_one_rank_takes_the_same_path_and_sends_nothing() -> None:
+    alone = Communicator(None)
+    values = torch.arange(12.0)
+    assert torch.equal(alone.reduce_scatter(op("reduce_scatter"), values, torch.zeros(12)).wait(), values)
+    assert torch.equal(alone.all_reduce(op("all_reduce"), values.clone()).wait(), values)
+    assert torch.equal(alone.all_gather(op("all_gather"), values, torch.zeros(12)).wait(), values)
+    nothing = torch.zeros(0)
+    assert alone.all_to_all(op("all_to_all", numel=0, sent=(0,)), nothing, nothing, [0], [0]).wait().numel() == 0
+    alone.broadcast(values, label="bucket 7")
+    assert set(alone.sent_nbytes.values()) == {0}
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[Communicator], object], str]] = {
+    "another kind": (
+        lambda comm: comm.all_reduce(op("all_gather"), ones()),
+        "the schedule has a all_gather here, the call is a all_reduce",
+    ),
+    "another dtype": (
+        lambda comm: comm.all_reduce(op("all_reduce"), ones(dtype=torch.bfloat16)),
+        "dtype fp32, the tensor torch.bfloat16",
+    ),
+    "another size": (
+        lambda comm: comm.all_reduce(op("all_reduce"), ones(11)),
+        "the schedule has 12 elements, the tensor 11",
+    ),
+    "a shard of another size": (
+        lambda comm: comm.reduce_scatter(op("reduce_scatter"), ones(), ones(5)),
+        "a shard of 5 elements times 1 ranks is not 12",
+    ),
+    "a shard of another dtype": (
+        lambda comm: comm.all_gather(op("all_gather"), ones(dtype=torch.bfloat16), ones()),
+        "torch.float32 and torch.bfloat16",
+    ),
+    "a strided tensor": (
+        lambda comm: comm.all_reduce(op("all_reduce"), ones(24)[::2]),
+        r"shape \(12,\) is not contiguous. Pass a contiguous tensor",
+    ),
+    "a strided shard": (lambda comm: comm.all_gather(op("all_gather"), ones(24)[::2], ones()), "is not contiguous"),
+    "splits that miss elements": (
+        lambda comm: comm.all_to_all(op("all_to_all", sent=(12,)), ones(), ones(), [12], [11]),
+        "splits 12 and 11 do not match tensors of 12 and 12 elements",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_call_that_is_not_in_the_schedule_is_refused_by_name(name: str) -> None:
+    call, text = WRONG_CALLS[name]
+    with pytest.raises(ContractError, match=rf"bucket 7: .*{text}"):
+        call(Communicator(None))
+
+
+def every_collective(rank: int, world: int) -> tuple[list[list[float]], dict[str, int], dict[str, int]]:
+    """Each kind once; the results, the bytes that were counted and those that the schedule has."""
+    comm = Communicator(dist.group.WORLD)
+    full = torch.arange(float(NUMEL)) * (rank + 1)
+    shard = torch.full((NUMEL // world,), float(rank))
+    sends, receives = [[0, 2, 1], [0, 0, 0], [3, 0, 0]], [[0, 0, 3], [2, 0, 0], [1, 0, 0]]
+    ops = {
+        "reduce_scatter": op("reduce_scatter", world=world),
+        "all_reduce": op("all_reduce", world=world),
+        "all_gather": op("all_gather", world=world),
+        "all_to_all": op("all_to_all", numel=6, world=world, sent=(3, 0, 3)),
+    }
+    sent = torch.arange(float(sum(sends[rank]))) + 10 * rank
+    results = [
+        comm.reduce_scatter(ops["reduce_scatter"], full, torch.zeros(NUMEL // world)).wait(),
+        comm.all_reduce(ops["all_reduce"], full.clone()).wait(),
+        comm.all_gather(ops["all_gather"], shard, torch.zeros(NUMEL)).wait(),
+        comm.all_to_all(ops["all_to_all"], sent, torch.zeros(sum(receives[rank])), sends[rank], receives[rank]).wait(),
+    ]
+    comm.broadcast(full, label="weights", source=1)
+    predicted = {kind: entry.nbytes(rank) for kind, entry in ops.items()}
+    return [result.tolist() for result in [*results, full]], dict(comm.sent_nbytes), predicted
+
+
+def test_three_ranks_get_what_each_collective_promises_and_count_what_the_schedule_says() -> None:
+    total = [6.0 * index for index in range(NUMEL)]
+    arrived = [[20.0, 21.0, 22.0], [0.0, 1.0], [2.0]]
+    for rank, (results, counted, predicted) in enumerate(run_ranks(3, every_collective)):
+        scattered, reduced, gathered, exchanged, spread = results
+        assert scattered == total[4 * rank : 4 * rank + 4]
+        assert reduced == total
+        assert gathered == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
+        assert exchanged == arrived[rank]
+        assert spread == [2.0 * index for index in range(NUMEL)]
+        assert counted == predicted
+
+
+def facts_of_all(rank: int, world: int) -> list[object]:
+    return gather_facts({"rank": rank, "word": "é" * 50 * rank, "splits": (rank, 1)})
+
+
+def test_facts_of_different_lengths_come_back_whole_and_in_rank_order() -> None:
+    expected = [{"rank": rank, "word": "é" * 50 * rank, "splits": [rank, 1]} for rank in range(3)]
+    assert run_ranks(3, facts_of_all) == [expected] * 3
+
+
+def test_one_process_agrees_with_itself_and_keeps_its_own_errors() -> None:
+    agree(NO_GROUPS, "plans", {"world": 1})
+    assert derive_together(NO_GROUPS, "plans", lambda: 7, lambda _: {}) == 7
+    with pytest.raises(ZeroDivisionError):
+        derive_together(NO_GROUPS, "plans", lambda: 1 // 0, lambda _: {})

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import layerwise
+from layerwise.optim.policy import GradientPolicy
+from layerwise.optim.stats import Totals
+from tests.worlds import Case, Net, Zoo, deliver, gradient, hash_everything, net_loss, wrap
+
+
+def totals(**square_sums: float) -> Totals:
+    return Totals(
+        square_sums={"matrix": 0.0, "other": 0.0, **square_sums},
+        num_zeros=None,
+        missing={},
+        nonfinite=(),
+        late=(),
+        nothing_arrived=False,
+        consistent=True,
+        divisor=2.0,
+    )
+
+
+def clip_coefficients(found: Totals, scope: Any) -> dict[str, float]:
+    """What a policy that clips to norm 1 multiplies each group with."""
+    policy = GradientPolicy(clip_grad_norm=1.0, clip=scope, nonfinite="skip", skip_above=None, strict_grads=False)
+    return policy.clip_coefficients(found, list(found.square_sums))
+
+
+def test_a_norm_is_the_root_of_added_squares_over_the_divisor() -> None:
+    assert totals(matrix=9.0, other=16.0).norm("matrix", "other") == 2.5
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ("all", {"matrix": 0.4, "other": 0.4}),
+        ("other-only", {"matrix": 1.0, "other": 0.5}),
+        ("none", {"matrix": 1.0, "other": 1.0}),
+    ],
+)
+def test_each_clip_scope_clips_its_families_by_their_common_norm(scope: Any, expected: dict[str, float]) -> None:
+    found = clip_coefficients(totals(matrix=9.0, other=16.0), scope)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_named_norm_group_is_clipped_by_its_own_norm_in_every_scope_but_none() -> None:
+    found = clip_coefficients(totals(matrix=0.01, router=400.0), "all")
+    assert found == pytest.approx({"matrix": 1.0, "other": 1.0, "router": 0.1}, rel=1e-5)
+    assert set(clip_coefficients(totals(router=400.0), "none").values()) == {1.0}
+
+
+def zoo(**settings: Any) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
+    case = Case()
+    model = wrap(case, case.build())
+    chosen = {"matrix": layerwise.Muon(lr=0.02), "other": layerwise.AdamW(lr=0.003), **settings}
+    return model, layerwise.Optimizer(model, **chosen)
+
+
+def feed(model: layerwise.DataParallel, *, scale: float = 1.0, without: str = "") -> None:
+    params = {fqn: param for fqn, param in model.engine.storage.params.items() if fqn != without}
+    deliver(model, {fqn: gradient(fqn, p.shape, 0, 0, 0) * scale for fqn, p in params.items()}, sync=True)
+
+
+def test_stats_tell_norms_per_group_zeros_and_missing_params() -> None:
+    model, optimizer = zoo(norm_groups={"experts": "experts"}, count_zeros=True)
+    feed(model, without="row.weight")
+    optimizer.step()
+    stats = optimizer.stats
+    grads = {fqn: gradient(fqn, p.shape, 0, 0, 0).double() for fqn, p in model.engine.storage.params.items()}
+    del grads["row.weight"]
+    assert stats.norms["experts"] == pytest.approx(float(grads.pop("experts").norm()))
+    assert stats.grad_norm == pytest.approx(math.sqrt(sum(float(grad.square().sum()) for grad in grads.values())))
+    assert stats.missing == {"row.weight": 1}
+    assert stats.num_zeros is not None
+    assert stats.num_zeros >= 5
+    assert not stats.skipped
+    assert stats.step == 1
+
+
+def test_a_step_above_the_threshold_is_skipped_with_nothing_changed_and_its_norm_in_the_reason() -> None:
+    model, optimizer = zoo(skip_above=100.0)
+    feed(model)
+    optimizer.step()
+    before = hash_everything(optimizer)
+    feed(model, scale=1024.0)
+    optimizer.step()
+    assert optimizer.stats.skipped
+    assert "above skip_above=100" in optimizer.stats.skip_reason
+    assert hash_everything(optimizer) == before
+
+
+def test_one_clip_coefficient_for_both_families_brings_the_norm_to_its_bound() -> None:
+    clipped = zoo(clip_grad_norm=2.0**-3)
+    feed(clipped[0])
+    clipped[1].step()
+    coefficient = clipped[1].stats.clip_coefficients["matrix"]
+    assert 0.0 < coefficient < 1.0
+    assert coefficient == clipped[1].stats.clip_coefficients["other"]
+    assert coefficient * clipped[1].stats.grad_norm == pytest.approx(2.0**-3, rel=1e-4)
+
+
+def test_options_of_a_route_rule_make_a_group_of_their_own_that_is_really_used() -> None:
+    case = Case()
+    rules = [layerwise.RouteRule(pattern="tall.weight", to="matrix", options={"lr": 0.0})]
+    module = case.build()
+    model = layerwise.DataParallel(module, rules=rules)
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+    own = next(group for group in optimizer.param_groups if group["fqns"] == ["tall.weight"])
+    assert own["lr"] == 0.0
+    before = {fqn: param.detach().clone() for fqn, param in module.named_parameters()}
+    feed(model)
+    optimizer.step()
+    moved = {fqn for fqn, param in module.named_parameters() if not torch.equal(param, before[fqn])}
+    assert moved == {fqn for fqn, param in module.named_parameters() if param.requires_grad} - {"tall.weight"}
+
+
+def test_every_trainable_param_is_in_exactly_one_group() -> None:
+    model, optimizer = zoo()
+    fqns = [fqn for group in optimizer.param_groups for fqn in group["fqns"]]
+    assert sorted(fqns) == sorted(model.engine.storage.params)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [
+        len(group["fqns"]) for group in optimizer.param_groups
+    ]
+
+
+def test_betas_may_be_a_list_as_a_config_file_gives_them() -> None:
+    module = nn.Linear(4, 4)
+    rule = layerwise.AdamW(lr=0.1, betas=[0.8, 0.9])  # type: ignore[arg-type]
+    optimizer = layerwise.Optimizer(module, matrix=layerwise.Muon(lr=0.1), other=rule)
+    assert optimizer.param_groups[-1]["betas"] == (0.8, 0.9)
+
+
+def test_a_param_without_elements_is_carried_along() -> None:
+    module = Zoo()
+    module.empty = nn.Parameter(torch.zeros(0, 5))
+    model = layerwise.DataParallel(module)
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+    feed(model)
+    optimizer.step()
+    assert not optimizer.stats.skipped
+
+
+def test_bytes_are_counted_from_one_step_to_the_next() -> None:
+    torch.manual_seed(3)
+    model = layerwise.DataParallel(Net())
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+    for step in range(2):
+        net_loss(model, 0, step).backward()
+        optimizer.step()
+        assert dict(optimizer.stats.bytes_by_collective) == optimizer.schedule.bytes_by_collective(0)

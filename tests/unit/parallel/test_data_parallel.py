@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import layerwise
+from tests.ranks import run_ranks
+from tests.worlds import Net, hash_tensors, net_loss
+
+
+def wrapped() -> tuple[layerwise.DataParallel, Net]:
+    torch.manual_seed(3)
+    module = Net()
+    return layerwise.DataParallel(module), module
+
+
+def test_forward_is_the_modules_own() -> None:
+    model, module = wrapped()
+    x = torch.ones(2, 6)
+    assert torch.equal(model(x), module(x))
+
+
+def test_gradients_go_to_buckets_and_grad_stays_none() -> None:
+    model, module = wrapped()
+    net_loss(model, 0, 0).backward()
+    assert all(param.grad is None for param in module.parameters())
+    expected = Net()
+    expected.load_state_dict(module.state_dict())
+    net_loss(expected, 0, 0).backward()
+    for fqn, param in expected.named_parameters():
+        assert torch.equal(model.engine.storage.grad_views[fqn], param.grad), fqn
+
+
+def test_no_sync_ends_with_its_block_even_when_that_fails_or_is_nested() -> None:
+    model, _ = wrapped()
+    try:
+        with model.no_sync(), model.no_sync():
+            assert not model._sync
+            raise FloatingPointError
+    except FloatingPointError:
+        pass
+    assert model._sync
+
+
+def test_the_plan_explains_itself() -> None:
+    model, _ = wrapped()
+    assert "Linear" in model.plan.route("shared.weight").reason
+    assert model.plan.describe().startswith(f"plan {model.plan.digest[:12]}")
+
+
+def test_the_modules_own_state_dict_has_no_prefix() -> None:
+    model, module = wrapped()
+    assert set(model.module.state_dict()) == {fqn for fqn, _ in module.named_parameters()}
+
+
+class Odd(nn.Module):
+    """Buffers of every kind that a backend may not be able to send, and a frozen weight."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        for name, dtype in {
+            "quantised": torch.float8_e4m3fn,
+            "short": torch.int16,
+            "mask": torch.bool,
+            "wide": torch.float64,
+        }.items():
+            self.register_buffer(name, torch.full((3,), rank == 0).to(dtype))
+        self.register_buffer("strided", torch.arange(6.0).reshape(2, 3).T * (rank + 1))
+        self.register_buffer("nothing", torch.zeros(0))
+
+
+def start_apart(rank: int, world: int) -> tuple[str, list[Tensor]]:
+    torch.manual_seed(rank)
+    module = Odd(rank)
+    layerwise.DataParallel(module)
+    return hash_tensors(module.state_dict().values()), [module.mask, module.strided]
+
+
+def test_all_ranks_start_from_the_first_ones_weights_frozen_weights_and_buffers() -> None:
+    answers = run_ranks(3, start_apart)
+    assert len({digest for digest, _ in answers}) == 1
+    mask, strided = answers[2][1]
+    assert mask.all()
+    assert torch.equal(strided, torch.arange(6.0).reshape(2, 3).T)

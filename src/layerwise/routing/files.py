@@ -250,7 +250,7 @@ def _rule_text(rule: RouteRule, number: int) -> str:
         )
     lines = ["[[rule]]"]
     for name in ("pattern", "module_type"):
-        if getattr(rule, name) != "*":
+        if getattr(rule, name) is not None:
             lines.append(f"{name} = {_toml(getattr(rule, name), number)}")
     lines.append(f"to = {_toml(rule.to, number)}")
     if rule.row_blocks:

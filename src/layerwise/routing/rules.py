@@ -37,9 +37,9 @@ class RouteRule:
     """
 
     to: Literal["matrix", "other"]
-    pattern: str = "*"
+    pattern: str | None = None
     """Glob on the fully qualified name."""
-    module_type: str = "*"
+    module_type: str | None = None
     """Glob on the class name of the module that holds the param."""
     when: Callable[[ParamSpec], bool] | None = None
     """A predicate on everything that is known about the param."""
@@ -53,12 +53,12 @@ class RouteRule:
     def __post_init__(self) -> None:
         if self.to not in ("matrix", "other"):
             raise ValueError(f"route rule {self.label}: to must be 'matrix' or 'other', got {self.to!r}.")
-        if not self.pattern or not self.module_type:
+        if self.pattern == "" or self.module_type == "":
             raise ValueError(
                 "a route rule has an empty pattern: expected a glob on param names, such as '*.router.weight'."
             )
-        if self.label == "'*'":
-            raise ValueError("a route rule matches everything: give it a pattern, a module_type or a predicate.")
+        if self.pattern is None and self.module_type is None and self.when is None:
+            raise ValueError("a route rule has nothing to match by: give it a pattern, a module_type or a predicate.")
         if self.split is not None and self.split != "whole" and not isinstance(self.split, Split):
             raise TypeError(f"route rule {self.label}: split must be a layerwise.Split or 'whole', got {self.split!r}.")
         if self.row_blocks and self.split is not None:
@@ -70,17 +70,20 @@ class RouteRule:
     @property
     def label(self) -> str:
         """What the rule looks for, in a few words."""
-        found = [repr(self.pattern)] if self.pattern != "*" else []
-        if self.module_type != "*":
+        found = [repr(self.pattern)] if self.pattern is not None else []
+        if self.module_type is not None:
             found.append(f"module {self.module_type!r}")
         if self.when is not None:
             found.append(f"when {getattr(self.when, '__name__', repr(self.when))}")
-        return " and ".join(found) or repr(self.pattern)
+        return " and ".join(found) or "(no pattern)"
 
     def matches(self, param: ParamSpec) -> bool:
-        if not any(fnmatchcase(name, self.pattern) for name in (param.fqn, *param.aliases)):
+        names = (param.fqn, *param.aliases)
+        if self.pattern is not None and not any(fnmatchcase(name, self.pattern) for name in names):
             return False
-        return fnmatchcase(param.module_type, self.module_type) and (self.when is None or bool(self.when(param)))
+        if self.module_type is not None and not fnmatchcase(param.module_type, self.module_type):
+            return False
+        return self.when is None or bool(self.when(param))
 
     def split_for(self, param: ParamSpec) -> Split | None:
         """How this rule breaks the param up: its own word, or else the module's."""
@@ -405,7 +408,7 @@ def _never_matched(unmatched: Mapping[int, RouteRule], rules: Sequence[RouteRule
             f"route rule {number} ({rule.label}) never applies: every param it matches is taken by earlier rules, first rule {shadowing[0]} "
             f"({rules[shadowing[0] - 1].label}). Reorder the rules or remove one."
         )
-    return f"route rule {number} ({rule.label}) matches no param." + did_you_mean(rule.pattern, table.by_name)
+    return f"route rule {number} ({rule.label}) matches no param." + did_you_mean(rule.pattern or "", table.by_name)
 
 
 def explain(param: ParamSpec, rules: Sequence[RouteRule] | None = None) -> Iterable[tuple[str, str]]:

@@ -40,12 +40,6 @@ def test_declared_row_blocks_reach_the_table() -> None:
     assert split.blocks == (12, 4, 4)
 
 
-def test_only_the_last_linear_layer_may_be_a_head_by_its_shape() -> None:
-    module = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 7))
-    heads = [param.fqn for param in param_table(module) if param.maps_to_vocabulary]
-    assert heads == ["3.weight"]
-
-
 def test_a_model_without_values_has_a_table_too() -> None:
     with torch.device("meta"):
         module = Zoo()

@@ -82,7 +82,7 @@ OPTIONS = st.fixed_dictionaries(
         "weight_decay_mode": st.sampled_from(["decoupled", "independent", "coupled"]),
     },
 )
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "*")
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
 
 @st.composite
@@ -174,7 +174,7 @@ WRONG = [
     ),
     (
         '[[rule]]\nto = "other"',
-        "rules.toml: rule 1: a route rule matches everything: give it a pattern, a module_type or a predicate.",
+        "rules.toml: rule 1: a route rule has nothing to match by: give it a pattern, a module_type or a predicate.",
     ),
     (
         RULE + 'to = "matrix"\nrow_blocks = [4, true]',
@@ -274,7 +274,7 @@ def test_all_problems_of_all_rules_come_at_once() -> None:
         "rules.toml: rule 1.to: expected a string, got 3.",
         "rules.toml: rule 1.row_block: is unknown. Did you mean 'row_blocks'?",
         "rules.toml: rule 2.options: AdamW: lr must not be negative, got -1.",
-        "rules.toml: rule 3: route rule '*': to must be 'matrix' or 'other', got 'x'.",
+        "rules.toml: rule 3: route rule (no pattern): to must be 'matrix' or 'other', got 'x'.",
     ]
 
 

@@ -384,7 +384,7 @@ def test_little_under_the_matrix_rule_is_suspicious_and_a_usual_share_is_not() -
             {"pattern": "a", "to": "matrix", "row_blocks": (1,), "split": "whole"},
             "route rule 'a': give row_blocks or split, not both.",
         ),
-        ({"to": "other"}, "a route rule matches everything: give it a pattern, a module_type or a predicate."),
+        ({"to": "other"}, "a route rule has nothing to match by: give it a pattern, a module_type or a predicate."),
     ],
 )
 def test_a_malformed_rule_is_refused_when_it_is_made(fields: dict[str, object], expected: str) -> None:

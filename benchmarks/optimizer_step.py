@@ -22,6 +22,8 @@ import layerwise
 
 RESULTS = Path(__file__).parent / "results" / "optimizer_step.json"
 WIDTH, LAYERS, REPEATS = 1024, 24, 15
+AS_TORCH_DOES = layerwise.RouteRule(pattern="*.qkv.weight", to="matrix", split="whole")
+"""torch.optim.Muon orthogonalises the fused weight as one, so here we do too."""
 
 
 def build() -> nn.Module:
@@ -79,10 +81,10 @@ def main() -> int:
         "torch AdamW, fused": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True),
         "torch Muon": lambda module: torch.optim.Muon(module.parameters(), lr=1e-3),
         "layerwise Muon": lambda module: layerwise.Optimizer(
-            module, matrix=layerwise.Muon(lr=1e-3), other=layerwise.AdamW(lr=1e-3)
+            module, matrix=layerwise.Muon(lr=1e-3), other=layerwise.AdamW(lr=1e-3), rules=[AS_TORCH_DOES]
         ),
         "layerwise AdamW": lambda module: layerwise.Optimizer(
-            module, matrix=layerwise.AdamW(lr=1e-3), other=layerwise.AdamW(lr=1e-3)
+            module, matrix=layerwise.AdamW(lr=1e-3), other=layerwise.AdamW(lr=1e-3), rules=[AS_TORCH_DOES]
         ),
     }
     rows = {name: measure(make) for name, make in makers.items()}

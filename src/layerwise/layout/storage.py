@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layerwise.dtypes import DType
+from layerwise.routing.defaults import Family
 from layerwise.routing.geometry import ceil_to
-from layerwise.routing.rules import Family, Route
+from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamSpec, ParamTable
 
 PARAM_ALIGNMENT = 64

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -84,3 +85,16 @@ def test_all_ranks_start_from_the_first_ones_weights_frozen_weights_and_buffers(
     mask, strided = answers[2][1]
     assert mask.all()
     assert torch.equal(strided, torch.arange(6.0).reshape(2, 3).T)
+
+
+def test_a_model_with_little_under_the_matrix_rule_is_announced_by_name() -> None:
+    module = nn.Sequential(nn.Embedding(500, 4), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"only .* under the matrix rule\. The largest that are not: '0\.weight'"):
+        layerwise.DataParallel(module)
+
+
+def test_strict_routing_refuses_what_only_a_fallback_explains() -> None:
+    module = nn.Linear(4, 4)
+    module.odd = nn.Parameter(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="strict routing: 1 param with two or more dims went by a fallback: 'odd'"):
+        layerwise.DataParallel(module, strict=True)

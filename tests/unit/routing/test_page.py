@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from layerwise.routing import split
-from layerwise.routing.rules import DEFAULT_RULES
+from layerwise.routing.defaults import DEFAULT_RULES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "routing.md").read_text()
 

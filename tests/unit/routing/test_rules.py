@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from layerwise.routing.rules import DEFAULT_RULES, RouteRule, explain, route_params, summarise, suspicion
+from layerwise.routing.defaults import DEFAULT_RULES
+from layerwise.routing.rules import RouteRule, explain, route_params, summarise, suspicion
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
 from layerwise.routing.split import Split, row_blocks
 

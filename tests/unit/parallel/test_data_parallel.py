@@ -94,7 +94,7 @@ def test_a_model_with_little_under_the_matrix_rule_is_announced_by_name() -> Non
 
 
 def test_strict_routing_refuses_what_only_a_fallback_explains() -> None:
-    module = nn.Linear(4, 4)
+    module = nn.Sequential(nn.Linear(4, 4))
     module.odd = nn.Parameter(torch.zeros(3, 5))
     with pytest.raises(ValueError, match="strict routing: 1 param with two or more dims went by a fallback: 'odd'"):
         layerwise.DataParallel(module, strict=True)

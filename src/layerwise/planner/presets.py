@@ -131,7 +131,7 @@ def _latent_attention(fqn: str, shape: _DeepSeek) -> Iterator[ParamSpec]:
 
 
 def _experts(fqn: str, shape: _DeepSeek, expert_parallel: int) -> Iterator[ParamSpec]:
-    yield _linear(f"{fqn}.gate", shape.routed_experts, shape.hidden)
+    yield replace(_linear(f"{fqn}.gate", shape.routed_experts, shape.hidden), routes_to=shape.routed_experts)
     # Moved by the load balancer and never by a gradient, so it is frozen for the optimizer.
     yield ParamSpec(
         fqn=f"{fqn}.gate.e_score_correction_bias",

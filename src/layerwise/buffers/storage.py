@@ -49,6 +49,24 @@ class Bucket:
             self.master.copy_(self.replica_shard)
 
 
+def one_device(params: Mapping[str, nn.Parameter]) -> torch.device:
+    """The device that all params are on; they must have values there."""
+    fqn_by_device = {param.device: fqn for fqn, param in params.items()}
+    if len(fqn_by_device) > 1:
+        (first, one), (second, other) = list(fqn_by_device.items())[:2]
+        raise ValueError(
+            f"params {one!r} and {other!r} are on different devices ({first} and {second}): expected all trainable "
+            "params on one. Move the module to one device before wrapping it."
+        )
+    device, fqn = next(iter(fqn_by_device.items()))
+    if device.type == "meta":
+        raise ValueError(
+            f"param {fqn!r} is on the meta device: it has no values. Materialise the module (to_empty() and "
+            "initialise) before wrapping it."
+        )
+    return device
+
+
 def refuse_sparse(fqn: str, grad: Tensor) -> None:
     """Raise for a sparse gradient, by name."""
     if grad.is_sparse:
@@ -67,7 +85,7 @@ class Storage:
         self._replica_views: dict[str, Tensor] = {}  # ND, alias the buckets' replicas
         self._versions: dict[str, int] = {}
         found: dict[int, Bucket] = {}
-        device = self._device()
+        device = one_device(self.params)
         for buffer in plan.buffers:
             replica = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.key.dtype), device=device)
             grad = torch.zeros(buffer.numel, dtype=torch_dtype(plan.grad_dtype), device=device)
@@ -76,23 +94,6 @@ class Storage:
                 found[bucket.index] = self._bucket(bucket, replica[part], grad[part])
         self.buckets = tuple(found[index] for index in sorted(found))
         self._adopt_params()
-
-    def _device(self) -> torch.device:
-        """The one device of all trainable params."""
-        fqn_by_device = {param.device: fqn for fqn, param in self.params.items()}
-        if len(fqn_by_device) > 1:
-            (first, one), (second, other) = list(fqn_by_device.items())[:2]
-            raise ValueError(
-                f"params {one!r} and {other!r} are on different devices ({first} and {second}): expected all trainable "
-                "params on one. Move the module to one device before wrapping it."
-            )
-        device, fqn = next(iter(fqn_by_device.items()))
-        if device.type == "meta":
-            raise ValueError(
-                f"param {fqn!r} is on the meta device: it has no values. Materialise the module (to_empty() and "
-                "initialise) before wrapping it."
-            )
-        return device
 
     def _bucket(self, plan: BucketPlan, replica: Tensor, grad: Tensor) -> Bucket:
         shard = plan.shard_of(self.rank)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerwise.buffers.bind import named_trainables, param_table, plain_dtype
-from layerwise.buffers.storage import Storage
+from layerwise.buffers.storage import Storage, one_device
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Groups, derive_together
@@ -56,6 +57,19 @@ def plan_for(
     )
 
 
+def _plan_unclaimed(module: nn.Module, **settings: Any) -> Plan:
+    """The plan of a module whose params are on one device and in nobody else's buffers."""
+    for fqn, param in module.named_parameters():
+        if param in _HOOKED:
+            raise StateError(
+                f"param {fqn!r} of {type(module).__name__} lies in the buffers of a DataParallel already: its gradients go "
+                "there. Wrap a model once, and pass the wrapped model on."
+            )
+    plan = plan_for(module, **settings)
+    one_device(named_trainables(module))
+    return plan
+
+
 class Engine:
     """Plan, storage, reducer and publisher of one model on one rank."""
 
@@ -73,19 +87,13 @@ class Engine:
         check_collectives: bool,
         hooked: bool,
     ) -> None:
-        for fqn, param in module.named_parameters():
-            if param in _HOOKED:
-                raise StateError(
-                    f"param {fqn!r} of {type(module).__name__} lies in the buffers of a DataParallel already: its gradients "
-                    "go there. Wrap a model once, and pass the wrapped model on."
-                )
         self.module = module
         self.groups = groups
         self._frozen = {fqn: param for fqn, param in module.named_parameters() if not param.requires_grad}
         self.plan = derive_together(
             groups,
             "plans",
-            lambda: plan_for(
+            lambda: _plan_unclaimed(
                 module,
                 world=groups.world,
                 layout=layout,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise
-from tests.ranks import run_ranks
+from tests.ranks import raised, run_ranks
 from tests.worlds import Net, hash_tensors, net_loss
 
 
@@ -98,3 +98,16 @@ def test_strict_routing_refuses_what_only_a_fallback_explains() -> None:
     module.odd = nn.Parameter(torch.zeros(3, 5))
     with pytest.raises(ValueError, match="strict routing: 1 param with two or more dims went by a fallback: 'odd'"):
         layerwise.DataParallel(module, strict=True)
+
+
+def wrap_without_values_on_the_second_rank(rank: int, world: int) -> str:
+    module = nn.Linear(4, 4, device="meta" if rank == 1 else "cpu")
+    return raised(lambda: layerwise.DataParallel(module))
+
+
+def test_a_model_without_values_on_one_rank_is_an_error_on_both() -> None:
+    first, second = run_ranks(2, wrap_without_values_on_the_second_rank)
+    assert first.startswith(
+        "PlanMismatchError: rank 1 failed where others did not: ValueError: param 'bias' is on the meta"
+    )
+    assert second.startswith("ValueError: param 'bias' is on the meta device: it has no values.")

@@ -17,10 +17,5 @@ class DType(StrEnum):
     def itemsize(self) -> int:
         return _ITEMSIZE[self]
 
-    @property
-    def is_low_precision(self) -> bool:
-        """Whether params of this type need an fp32 master on their owner."""
-        return self in (DType.BF16, DType.FP16)
-
 
 _ITEMSIZE = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2}

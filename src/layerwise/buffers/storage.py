@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,11 @@ class Bucket:
     state: dict[str, Tensor] = field(default_factory=dict)  # 1D, fp32 each: momentum, exp_avg ...
     master_version: int = 0
     replica_version: int = 0
+
+    @cached_property
+    def span_by_fqn(self) -> dict[str, Span]:
+        """This rank's span of each param that it holds some of."""
+        return {span.fqn: span for span in self.spans}
 
     @property
     def replica_shard(self) -> Tensor:
@@ -167,8 +173,7 @@ class Storage:
             }
             for span in bucket.spans:
                 if span.fqn in changed:
-                    part = slice(span.shard_offset, span.shard_offset + span.numel)
-                    master, seen = bucket.master[part], bucket.replica_shard[part]
+                    master, seen = bucket.master[span.part], bucket.replica_shard[span.part]
                     # Where the replica is what the master rounds to, the master knows better: weights and masters may
                     # both have been loaded, in either order.
                     master.copy_(torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerwise.buffers.bind import torch_dtype
-from layerwise.buffers.storage import Bucket, Storage
+from layerwise.buffers.storage import Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.layout.exchange import Exchange, Piece, exchange_for
@@ -67,11 +67,6 @@ class Cohort:
         self._back = schedule.find("return", label)
         self._work_plan = work
         self._storage = storage
-        self._span_offset = {
-            (bucket.plan.index, span.fqn): (span.start, span.shard_offset)
-            for bucket in storage.buckets
-            for span in bucket.spans
-        }
         self._table = exchange_for(
             work, {bucket.plan.index: bucket.plan for bucket in storage.buckets}, number, communicator.rank
         )
@@ -80,14 +75,15 @@ class Cohort:
         self._place = {
             item: (index, slot) for index, batch in enumerate(self.batches) for slot, item in enumerate(batch.items)
         }
-        self.owned = [
-            region for piece in (*self._table.stays, *self._table.sends) for region in self._owned_regions(piece)
-        ]
+        # Shards stay where they are, so their views are made once; homes get fresh tensors in every step.
+        self._staying = [self._owned_regions(piece) for piece in self._table.stays]
+        self._leaving = [self._owned_regions(piece) for piece in self._table.sends]
+        self.owned = [region for regions in (*self._staying, *self._leaving) for region in regions]
         self._device = storage.buckets[0].work.device
 
     def send(self) -> Handle:
         """Start this cohort's pieces on their way to their homes."""
-        outgoing = self._pack([self._owner_views(piece) for piece in self._table.sends], self._table.send_splits)
+        outgoing = self._pack(_updates(self._leaving), self._table.send_splits)
         incoming = torch.empty(sum(self._table.receive_splits), dtype=self.dtype, device=self._device)
         return self._communicator.all_to_all(
             self._there, outgoing, incoming, self._table.send_splits, self._table.receive_splits
@@ -99,8 +95,8 @@ class Cohort:
             torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
             for batch in self.batches
         ]
-        for piece in self._table.stays:
-            for target, source in zip(self._home_views(piece, tensors), self._owner_views(piece), strict=True):
+        for piece, here in zip(self._table.stays, _updates(self._staying), strict=True):
+            for target, source in zip(self._home_views(piece, tensors), here, strict=True):
                 target.copy_(source)
         self._scatter(received, [self._home_views(piece, tensors) for piece in self._table.receives])
         return tensors
@@ -108,8 +104,8 @@ class Cohort:
     def send_back(self, updates: Sequence[Tensor]) -> Handle:
         """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
         table = self._table.inverse()
-        for piece in table.stays:
-            for target, source in zip(self._owner_views(piece), self._home_views(piece, updates), strict=True):
+        for piece, here in zip(table.stays, _updates(self._staying), strict=True):
+            for target, source in zip(here, self._home_views(piece, updates), strict=True):
                 target.copy_(source)
         outgoing = self._pack([self._home_views(piece, updates) for piece in table.sends], table.send_splits)
         incoming = torch.empty(sum(table.receive_splits), dtype=self.dtype, device=self._device)
@@ -117,7 +113,7 @@ class Cohort:
 
     def store(self, received: Tensor) -> None:
         """Write returned updates into this rank's work tensors."""
-        self._scatter(received, [self._owner_views(piece) for piece in self._table.sends])
+        self._scatter(received, _updates(self._leaving))
 
     def _pack(self, views: Sequence[Sequence[Tensor]], splits: Sequence[int]) -> Tensor:
         packed = torch.empty(sum(splits), dtype=self.dtype, device=self._device)
@@ -136,30 +132,19 @@ class Cohort:
                 region.copy_(received[cursor : cursor + region.numel()].view(region.shape))
                 cursor += region.numel()
 
-    def _owner_views(self, piece: Piece) -> list[Tensor]:
-        bucket, matrix = self._lying(piece)
-        return [self._in_shard(bucket.work, bucket, matrix, region) for region in piece.regions]
-
     def _owned_regions(self, piece: Piece) -> list[OwnedRegion]:
-        bucket, matrix = self._lying(piece)
+        item = self._work_plan.items[piece.item]
+        bucket, matrix = self._storage.buckets[item.bucket], item.matrix
+        span_offset = bucket.span_by_fqn[matrix.fqn].shard_offset - piece.param_start
+
+        def in_shard(flat: Tensor, region: Box) -> Tensor:
+            offset = flat.storage_offset() + span_offset + flat_index(region.starts, matrix.grid)
+            return flat.as_strided(region.shape, row_major_strides(matrix.grid), offset)
+
         return [
-            OwnedRegion(
-                fqn=matrix.fqn,
-                matrix=matrix,
-                update=self._in_shard(bucket.work, bucket, matrix, region),
-                master=self._in_shard(bucket.master, bucket, matrix, region),
-            )
+            OwnedRegion(matrix.fqn, matrix, in_shard(bucket.work, region), in_shard(bucket.master, region))
             for region in piece.regions
         ]
-
-    def _lying(self, piece: Piece) -> tuple[Bucket, Matrix]:
-        item = self._work_plan.items[piece.item]
-        return self._storage.buckets[item.bucket], item.matrix
-
-    def _in_shard(self, flat: Tensor, bucket: Bucket, matrix: Matrix, region: Box) -> Tensor:
-        span_start, shard_offset = self._span_offset[bucket.plan.index, matrix.fqn]
-        offset = shard_offset + flat_index(region.starts, matrix.grid) - span_start
-        return flat.as_strided(region.shape, row_major_strides(matrix.grid), flat.storage_offset() + offset)
 
     def _home_views(self, piece: Piece, tensors: Sequence[Tensor]) -> list[Tensor]:
         matrix = self._work_plan.items[piece.item].matrix
@@ -172,6 +157,10 @@ class Cohort:
             offset = whole.storage_offset() + slot * matrix.numel + flat_index(inside.starts, matrix.box.shape)
             views.append(whole.as_strided(region.shape, strides, offset))
         return views
+
+
+def _updates(pieces: Sequence[Sequence[OwnedRegion]]) -> list[list[Tensor]]:
+    return [[region.update for region in regions] for regions in pieces]
 
 
 def _batches(work: WorkPlan, table: Exchange, group_of: Mapping[str, int]) -> tuple[Batch, ...]:

@@ -72,8 +72,7 @@ def _pieces_of(work: WorkPlan, number: int, bucket: BucketPlan, rank: int) -> li
     owners = first if item.home == rank else (range(rank, rank + 1) if rank in first else range(0))
     pieces = []
     for owner in owners:
-        start = max(owner * bucket.shard_numel - placement.offset, 0)
-        stop = min((owner + 1) * bucket.shard_numel - placement.offset, placement.numel)
+        start, stop = bucket.held(placement, owner)
         regions = item.matrix.regions(start, stop)
         if regions:
             pieces.append(Piece(number, owner, item.home, start, regions))

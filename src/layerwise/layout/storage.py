@@ -69,6 +69,11 @@ class Span:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def part(self) -> slice:
+        """Where it lies in its shard."""
+        return slice(self.shard_offset, self.shard_offset + self.numel)
+
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
@@ -110,6 +115,11 @@ class BucketPlan:
             if start < stop:
                 found.append(Span(placement.fqn, start - placement.offset, stop - placement.offset, start - low))
         return tuple(found)
+
+    def held(self, placement: Placement, shard: int) -> tuple[int, int]:
+        """The interval [start, stop) of a param's elements that lies in a shard; empty where start >= stop."""
+        start = shard * self.shard_numel - placement.offset
+        return max(start, 0), min(start + self.shard_numel, placement.numel)
 
     def shards_holding(self, placement: Placement, start: int, stop: int) -> range:
         """The shards that hold any of elements [start, stop) of a param."""

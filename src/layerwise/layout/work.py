@@ -71,11 +71,9 @@ class _Candidate:
 
 def holders(matrix: Matrix, bucket: BucketPlan, placement: Placement) -> dict[int, int]:
     """How many elements of the matrix each shard of its bucket holds."""
-    shard_numel = bucket.shard_numel
     found = {}
     for shard in bucket.shards_holding(placement, matrix.flat_start, matrix.flat_stop):
-        start = shard * shard_numel - placement.offset
-        numel = matrix.numel_within(max(start, 0), min(start + shard_numel, placement.numel))
+        numel = matrix.numel_within(*bucket.held(placement, shard))
         if numel:
             found[shard] = numel
     return found

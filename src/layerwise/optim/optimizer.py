@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine
-from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, default_world, derive_together
+from layerwise.comm.groups import NO_GROUPS, agree_despite, default_world, derive_together
 from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
@@ -33,6 +33,7 @@ class Planned(NamedTuple):
     norm_group_of: dict[str, str]
     policy: GradientPolicy
     loss_scale: LossScale | None
+    count_zeros: bool
 
     def facts(self) -> dict[str, object]:
         """The arguments as data, so that a difference between ranks can be named."""
@@ -45,6 +46,7 @@ class Planned(NamedTuple):
             "norm groups": self.norm_group_of,
             "policy": asdict(self.policy),
             "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
+            "count zeros": self.count_zeros,
         }
 
 
@@ -106,6 +108,7 @@ class Optimizer(torch.optim.Optimizer):
                     strict_grads=strict_grads,
                 ),
                 loss_scale=checked_loss_scale(loss_scale, self._engine.plan),
+                count_zeros=count_zeros,
             ),
             Planned.facts,
         )
@@ -123,7 +126,6 @@ class Optimizer(torch.optim.Optimizer):
         self._planned_ns_dtypes = self._ns_dtypes()
         for fqn, tensors in self._update.state_by_fqn().items():
             self.state[self._engine.storage.params[fqn]] = tensors
-        agree(self._engine.groups, "optimizer settings", self._facts())
         self._engine.has_optimizer = True
 
     @cached_property
@@ -227,11 +229,6 @@ class Optimizer(torch.optim.Optimizer):
             "spans": describe_spans(self._engine.storage),
             "loss_scale": self._scaler.state_dict() if self._scaler is not None else None,
         }
-
-    def _facts(self) -> dict[str, object]:
-        """What all ranks must have in common from the start."""
-        ops = [[op.phase, op.kind, op.label, str(op.dtype), op.numel] for op in self.schedule.ops]
-        return {"settings": self._settings(), "collectives": ops}
 
     def _settings(self) -> dict[str, object]:
         """What all ranks must have in common at a step."""

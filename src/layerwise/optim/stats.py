@@ -118,7 +118,7 @@ class StatsPass:
         # Where nothing is sharded every rank holds the same gradient: only the first one counts it.
         counted = [bucket for bucket in storage.buckets if bucket.plan.num_shards > 1 or communicator.rank == 0]
         pairs = [(bucket, span) for bucket in counted for span in bucket.spans]
-        self._spans = [bucket.work[span.shard_offset : span.shard_offset + span.numel] for bucket, span in pairs]
+        self._spans = [bucket.work[span.part] for bucket, span in pairs]
         self._device = storage.buckets[0].work.device
         self._num_buckets = len(storage.buckets)
         self._sizes = [len(self.names), 1, _NUM_WORDS, _NUM_WORDS, self._num_buckets, len(self._fqns), len(self._fqns)]

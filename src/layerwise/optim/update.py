@@ -34,13 +34,21 @@ class _Run:
 def _runs_of(bucket: Bucket, group_of: Mapping[str, int]) -> list[_Run]:
     runs: list[_Run] = []
     for span in bucket.spans:
-        group, stop = group_of[span.fqn], span.shard_offset + span.numel
+        group, stop = group_of[span.fqn], span.part.stop
         if runs and runs[-1].group == group:
             # The gap between two params is padding: zero gradient, zero state, so it takes part without being noticed.
             runs[-1] = _Run(bucket, group, runs[-1].start, stop)
         else:
             runs.append(_Run(bucket, group, span.shard_offset, stop))
     return runs
+
+
+def _tensors_of(runs: Sequence[_Run], names: Sequence[str]) -> Runs:
+    return Runs(
+        masters=[run.of(run.bucket.master) for run in runs],
+        grads=[run.of(run.bucket.work) for run in runs],
+        states={name: [run.of(run.bucket.state[name]) for run in runs] for name in names},
+    )
 
 
 class Update:
@@ -59,15 +67,15 @@ class Update:
         self._groups = groups
         self._group_of = {fqn: index for index, group in enumerate(groups) for fqn in group.fqns}
         self._allocate_state()
-        self._runs: list[list[_Run]] = [[] for _ in groups]
-        for bucket in self._buckets:
-            for run in _runs_of(bucket, self._group_of):
-                self._runs[run.group].append(run)
+        runs = [run for bucket in self._buckets for run in _runs_of(bucket, self._group_of)]
+        self._runs = [
+            _tensors_of([run for run in runs if run.group == index], state_names(group.rule.kind))
+            for index, group in enumerate(groups)
+        ]
         self._spans_by_norm_group: dict[str, list[Tensor]] = {}
         for bucket in self._buckets:
             for span in bucket.spans:
-                part = bucket.work[span.shard_offset : span.shard_offset + span.numel]
-                self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append(part)
+                self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append(bucket.work[span.part])
         self._cohorts = [
             [
                 Cohort(engine.storage, engine.communicator, schedule, work, cohort, self._group_of)
@@ -120,7 +128,7 @@ class Update:
 
     def _elementwise(self, index: int, group: GroupPlan, live: Options, step: int) -> None:
         """Decay and the part of the rule that needs no whole matrix."""
-        runs = self._group_runs(index, group.rule.kind)
+        runs = self._runs[index]
         decay_(
             runs.masters,
             runs.grads,
@@ -132,14 +140,6 @@ class Update:
             MATRIX[group.rule.kind].prepare_(runs, live)
         else:
             ELEMENTWISE[group.rule.kind].update_(runs, live, step)
-
-    def _group_runs(self, index: int, kind: str) -> Runs:
-        runs = self._runs[index]
-        return Runs(
-            masters=[run.of(run.bucket.master) for run in runs],
-            grads=[run.of(run.bucket.work) for run in runs],
-            states={name: [run.of(run.bucket.state[name]) for run in runs] for name in state_names(kind)},
-        )
 
     def _orthogonalise(self, cohorts: Sequence[Cohort], options: Sequence[Options]) -> None:
         """Walk the pipeline: while one cohort is orthogonalised the next is on its way, and the one before is coming
@@ -185,14 +185,13 @@ class Update:
         have the same keys."""
         found: dict[str, dict[str, Tensor]] = {}
         for bucket in self._buckets:
-            spans = {span.fqn: span for span in bucket.spans}
             for placement in bucket.plan.placements:
                 kind = self._groups[self._group_of[placement.fqn]].rule.kind
-                start = spans[placement.fqn].shard_offset if placement.fqn in spans else 0
-                stop = start + (spans[placement.fqn].numel if placement.fqn in spans else 0)
-                found[placement.fqn] = {name: bucket.state[name][start:stop] for name in state_names(kind)}
+                span = bucket.span_by_fqn.get(placement.fqn)
+                part = span.part if span is not None else slice(0, 0)
+                found[placement.fqn] = {name: bucket.state[name][part] for name in state_names(kind)}
                 if bucket.master.dtype != bucket.replica.dtype:
-                    found[placement.fqn]["master"] = bucket.master[start:stop]
+                    found[placement.fqn]["master"] = bucket.master[part]
         self._add_home_state(found)
         return found
 

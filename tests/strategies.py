@@ -64,7 +64,7 @@ def _random_oddity(rng: Random) -> ParamSpec:
             shape = (rng.randint(1, 8), rng.randint(1, 4), 3, 3)
             return ParamSpec(fqn="", shape=shape, module_kind=ModuleKind.CONV, module_type="Conv2d")
     return ParamSpec(
-        fqn="", shape=(40, 6), module_kind=ModuleKind.EMBEDDING, module_type="Embedding", tied_across_stages=True
+        fqn="", shape=(40, 6), module_kind=ModuleKind.EMBEDDING, module_type="Embedding", tie="embedding"
     )
 
 
@@ -75,7 +75,7 @@ def random_param(rng: Random) -> ParamSpec:
         spec,
         dtype=rng.choice(_DTYPES),
         trainable=rng.random() < 0.9,
-        tied_across_stages=spec.tied_across_stages or rng.random() < 0.2,
+        tie=spec.tie or ("tie" if rng.random() < 0.2 else ""),
     )
 
 

@@ -135,7 +135,7 @@ def stored(plan: Plan, rng: Random) -> Stored:
                 buffer=bucket.buffer,
                 offset=bucket.offset,
                 numel=bucket.numel,
-                shard_numels=dict.fromkeys(shards, bucket.shard_numel),
+                shard_numels=dict.fromkeys(shards, bucket.shard_numel(0)),
                 placements=list(bucket.placements),
                 spans={shard: list(bucket.spans(shard)) for shard in shards},
             )

@@ -4,7 +4,8 @@ values."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from layerwise.buffers.known import is_transposed_linear, known_splits
 from layerwise.dtypes import DType
-from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
+from layerwise.routing.spec import DENSE, DOMAINS, ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import Split, row_blocks, transposed
 
 _TORCH_BY_DTYPE = {
@@ -101,9 +102,71 @@ def _kind_of(module: nn.Module) -> ModuleKind:
     return ModuleKind.EMBEDDING if "Embed" in name else ModuleKind.OTHER
 
 
-def named_trainables(module: nn.Module) -> dict[str, nn.Parameter]:
+def _prefixes(chunks: Sequence[nn.Module]) -> list[str]:
+    """What comes before the names of each chunk's params: nothing for the only one, else its number."""
+    return [""] if len(chunks) == 1 else [f"{number}." for number in range(len(chunks))]
+
+
+def named_params(*chunks: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All params by fqn, one entry per tensor, also if chunks share it."""
+    seen: set[int] = set()
+    for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
+        for name, param in chunk.named_parameters():
+            if id(param) not in seen:
+                seen.add(id(param))
+                yield f"{prefix}{name}", param
+
+
+def named_buffers(*chunks: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All buffers of the modules by name."""
+    for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
+        for name, buffer in chunk.named_buffers():
+            yield f"{prefix}{name}", buffer
+
+
+def named_trainables(*chunks: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable params by fqn, one entry per tensor."""
-    return {fqn: param for fqn, param in module.named_parameters() if param.requires_grad}
+    return {fqn: param for fqn, param in named_params(*chunks) if param.requires_grad}
+
+
+def _declared_domains(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Domains by fqn, where a module's own `param_domains()` names one."""
+    found: dict[str, str] = {}
+    for prefix, child in modules.items():
+        declare = getattr(child, "param_domains", None)
+        if not callable(declare):
+            continue
+        where = f"{type(child).__name__}.param_domains()"
+        declared = declare()
+        if not isinstance(declared, Mapping):
+            raise TypeError(f"{where} returned {type(declared).__name__}: expected a dict from param name to domain.")
+        names = dict(child.named_parameters())
+        for local, domain in declared.items():
+            if local not in names:
+                raise ValueError(
+                    f"{where} names {local!r}, which is no param of it. Its params: {', '.join(sorted(names))}."
+                )
+            if domain not in DOMAINS:
+                raise ValueError(
+                    f"{where} puts {local!r} into domain {domain!r}: expected one of {', '.join(map(repr, DOMAINS))}."
+                )
+            found[f"{prefix}.{local}" if prefix else local] = domain
+    return found
+
+
+def domains_by_prefix(*chunks: nn.Module) -> Callable[[str], str]:
+    """Which domain a frozen param or a buffer belongs to: its own word, or that of the params beside it."""
+    declared: dict[str, str] = {}
+    for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
+        named = _declared_domains(dict(chunk.named_modules(remove_duplicate=False)))
+        declared.update({f"{prefix}{fqn}": domain for fqn, domain in named.items()})
+    beside = {fqn.rpartition(".")[0]: domain for fqn, domain in declared.items()}
+    return lambda name: declared.get(name, beside.get(name.rpartition(".")[0], DENSE))
+
+
+def vocabulary_shapes(*chunks: nn.Module) -> set[tuple[int, int]]:
+    """Shapes of the tables that look up tokens."""
+    return {shape for chunk in chunks for shape in _vocabularies(dict(chunk.named_modules()))}
 
 
 def _all_splits(modules: Mapping[str, nn.Module]) -> dict[str, Split]:
@@ -210,13 +273,17 @@ def _vocabularies(modules: Mapping[str, nn.Module]) -> set[tuple[int, int]]:
     }
 
 
-def _vocabulary_heads(root: nn.Module, modules: Mapping[str, nn.Module], blocks: frozenset[str]) -> set[int]:
+def _vocabulary_heads(
+    root: nn.Module,
+    modules: Mapping[str, nn.Module],
+    blocks: frozenset[str],
+    vocabularies: Collection[tuple[int, int]],
+) -> set[int]:
     """`id`s of the weights of linear layers that map the width of an embedding back to that embedding's rows.
 
     They must be the last ones of the model, or stand outside its repeated blocks and widen: a hidden layer may have as
     many rows as the vocabulary by chance. Also what the model itself names as its output embeddings.
     """
-    vocabularies = _vocabularies(modules)
     linears = [(name, child) for name, child in modules.items() if _is_linear(child)]
     heads = set()
     is_last = True
@@ -292,29 +359,60 @@ def _fused_name(fqn: str) -> str:
     return next((part for part in reversed(parts[-2:]) if part in _FUSED_NAMES), "")
 
 
-def param_table(module: nn.Module) -> ParamTable:
+def param_table(
+    *chunks: nn.Module, vocabularies: Collection[tuple[int, int]] = (), ties: Mapping[str, str] | None = None
+) -> ParamTable:
     """All params of a module (also on the meta device), in registration order, shared tensors once with all their
-    names."""
+    names; of several modules one after the other.
+
+    `vocabularies` are shapes of embeddings elsewhere, on other pipeline stages; `ties` names params that have a copy
+    there.
+    """
+    found = {**dict.fromkeys(vocabulary_shapes(*chunks)), **dict.fromkeys(vocabularies)}
+    tie_of = {fqn: tie for tie, fqn in (ties or {}).items()}
+    specs: dict[int, ParamSpec] = {}
+    for number, (prefix, chunk) in enumerate(zip(_prefixes(chunks), chunks, strict=True)):
+        for param, spec in _chunk_specs(chunk, prefix, found):
+            if id(param) in specs:
+                specs[id(param)] = _also_called(specs[id(param)], spec)
+            else:
+                specs[id(param)] = replace(spec, chunk=number, tie=tie_of.get(spec.fqn, ""))
+    return ParamTable(tuple(specs.values()))
+
+
+def _also_called(first: ParamSpec, other: ParamSpec) -> ParamSpec:
+    """A param that another chunk holds too: one tensor, with the names it has there."""
+    return replace(
+        first,
+        aliases=(*first.aliases, other.fqn, *other.aliases),
+        alias_kinds=(*first.alias_kinds, other.module_kind, *other.alias_kinds),
+    )
+
+
+def _chunk_specs(
+    module: nn.Module, prefix: str, vocabularies: Collection[tuple[int, int]]
+) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
     names_by_id: dict[int, list[str]] = {}
     for fqn, param in module.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(param), []).append(fqn)
     modules = dict(module.named_modules(remove_duplicate=False))
-    splits, blocks = _all_splits(modules), _repeated(modules)
-    vocabulary_heads, label_heads = _vocabulary_heads(module, modules, blocks), _label_heads(module, modules, blocks)
+    splits, blocks, domains = _all_splits(modules), _repeated(modules), _declared_domains(modules)
+    vocabulary_heads = _vocabulary_heads(module, modules, blocks, vocabularies)
+    label_heads = _label_heads(module, modules, blocks)
     routers, inputs = _routers(modules), _input_convolutions(modules, blocks)
-    specs = []
     for fqn, param in module.named_parameters():
         aliases = tuple(name for name in names_by_id[id(param)] if name != fqn)
         holder = modules[fqn.rpartition(".")[0]]
-        specs.append(
+        yield (
+            param,
             ParamSpec(
-                fqn=fqn,
+                fqn=f"{prefix}{fqn}",
                 shape=tuple(param.shape),
-                dtype=_param_dtype(fqn, param),
+                dtype=_param_dtype(f"{prefix}{fqn}", param),
                 trainable=param.requires_grad,
                 module_kind=_kind_of(holder),
                 module_type=type(holder).__name__,
-                aliases=aliases,
+                aliases=tuple(f"{prefix}{alias}" for alias in aliases),
                 alias_kinds=tuple(_kind_of(modules[alias.rpartition(".")[0]]) for alias in aliases),
                 maps_to_vocabulary=id(param) in vocabulary_heads,
                 maps_to_labels=id(param) in label_heads,
@@ -324,9 +422,9 @@ def param_table(module: nn.Module) -> ParamTable:
                 conv_groups=holder.groups if isinstance(holder, _ConvNd) else 1,
                 looks_fused=_fused_name(fqn),
                 split=next((splits[name] for name in (fqn, *aliases) if name in splits), None),
-            )
+                domain=next((domains[name] for name in (fqn, *aliases) if name in domains), DENSE),
+            ),
         )
-    return ParamTable(tuple(specs))
 
 
 def _param_dtype(fqn: str, param: nn.Parameter) -> DType:

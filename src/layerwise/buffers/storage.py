@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from layerwise.buffers.bind import torch_dtype
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
-from layerwise.layout.storage import BucketPlan, Span
+from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan, Span
 
 
 @dataclass
@@ -22,13 +22,14 @@ class Bucket:
     plan: BucketPlan
     shard: int
     replica: Tensor  # 1D, param dtype: what forward reads; every rank has all of it
-    grad: Tensor  # 1D, grad dtype: what backward accumulates into; every rank has all of it
+    grad: Tensor | None  # 1D, grad dtype: what backward accumulates into; None between leases, where it is leased
     grad_shard: (
-        Tensor  # 1D, grad dtype: the reduced gradient of this rank's shard; aliases `grad` where this rank is alone
+        Tensor  # 1D: this rank's shard of the reduced gradient; lies in `grad` unless that is leased or narrower
     )
     work: Tensor  # 1D, fp32: averaged gradient, then update; aliases `grad_shard` where that is fp32 already
     master: Tensor  # 1D, fp32: the truth of this rank's shard; aliases `replica` for fp32 params
     spans: tuple[Span, ...]
+    ring: GradRing | None = None  # where `grad` is leased from
     state: dict[str, Tensor] = field(default_factory=dict)  # 1D, fp32 each: momentum, exp_avg ...
     master_version: int = 0
     replica_version: int = 0
@@ -41,8 +42,7 @@ class Bucket:
     @property
     def replica_shard(self) -> Tensor:
         """The part of the replica that this rank publishes."""
-        start = self.shard * self.plan.shard_numel
-        return self.replica[start : start + self.plan.shard_numel]
+        return self.replica[self.plan.shard_part(self.shard)]
 
     def refresh_replica_shard(self) -> None:
         """Write the params' own dtype of the master into this rank's part of the replica."""
@@ -53,6 +53,43 @@ class Bucket:
         """Take the replica as the truth, for params that were changed from outside."""
         if self.master.data_ptr() != self.replica_shard.data_ptr():
             self.master.copy_(self.replica_shard)
+
+
+class GradRing:
+    """Memory for the full gradients of a buffer's buckets, leased to one bucket at a time.
+
+    A few slots are kept. When all of them are out another one is made and dropped afterwards: waiting for a peer in the
+    middle of backward could be waiting for ever, if that peer waits for us elsewhere.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._free: list[Tensor] = []
+        self._leased: dict[int, Tensor] = {}
+        self.peak = 0
+        """Most slots that were ever out at once."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next lease would have to make a slot beyond those that are kept."""
+        return not self._free and len(self._leased) >= GRAD_SLOTS
+
+    def lease(self, numel: int) -> Tensor:
+        """Zeros, as many as a bucket needs."""
+        slot = self._free.pop() if self._free else torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self._leased[slot.data_ptr()] = slot
+        self.peak = max(self.peak, len(self._leased))
+        return slot[:numel].zero_()
+
+    def release(self, leased: Tensor) -> None:
+        slot = self._leased.pop(leased.data_ptr())
+        if len(self._leased) + len(self._free) < GRAD_SLOTS:
+            self._free.append(slot)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All slots, leased or free."""
+        return (*self._free, *self._leased.values())
 
 
 def one_device(params: Mapping[str, nn.Parameter]) -> torch.device:
@@ -82,39 +119,47 @@ def refuse_sparse(fqn: str, grad: Tensor) -> None:
 class Storage:
     """All buckets of a model on this rank. Params are re-pointed at views of the replicas."""
 
-    def __init__(self, plan: Plan, params: Mapping[str, nn.Parameter], rank: int) -> None:
+    def __init__(self, plan: Plan, params: Mapping[str, nn.Parameter], ranks: Mapping[str, int]) -> None:
         self.plan = plan
-        self.rank = rank
+        self.ranks = dict(ranks)
+        """This rank's number in every domain."""
         self.params = dict(params)
         self.buckets: tuple[Bucket, ...] = ()
-        self.grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads
+        self._grad_parts: dict[str, tuple[Bucket, slice, torch.Size]] = {}
+        self._grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads, where those stay
         self._replica_views: dict[str, Tensor] = {}  # ND, alias the buckets' replicas
         self._versions: dict[str, int] = {}
         found: dict[int, Bucket] = {}
         device = one_device(self.params)
         for buffer in plan.buffers:
             replica = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.key.dtype), device=device)
-            grad = torch.zeros(buffer.numel, dtype=torch_dtype(plan.grad_dtype), device=device)
+            grad, ring = self._gradients(buffer, device)
             for bucket in buffer.buckets:
                 part = slice(bucket.offset, bucket.offset + bucket.numel)
-                found[bucket.index] = self._bucket(bucket, replica[part], grad[part])
+                found[bucket.index] = self._bucket(bucket, replica[part], None if grad is None else grad[part], ring)
         self.buckets = tuple(found[index] for index in sorted(found))
         self._adopt_params()
 
-    def _bucket(self, plan: BucketPlan, replica: Tensor, grad: Tensor) -> Bucket:
-        shard = plan.shard_of(self.rank)
-        numel = plan.shard_numel
-        alone = self.plan.world == 1
-        grad_shard = grad if alone else torch.zeros(numel, dtype=grad.dtype, device=grad.device)
-        work = (
-            grad_shard
-            if grad_shard.dtype == torch.float32
-            else torch.zeros(numel, dtype=torch.float32, device=grad.device)
-        )
-        if replica.dtype == torch.float32:
-            master = replica[shard * numel : (shard + 1) * numel]
+    def _gradients(self, buffer: BufferPlan, device: torch.device) -> tuple[Tensor | None, GradRing | None]:
+        dtype = torch_dtype(self.plan.grad_dtype)
+        if self.plan.leases_grads(buffer):
+            return None, GradRing(max(bucket.numel for bucket in buffer.buckets), dtype, device)
+        return torch.zeros(buffer.numel, dtype=dtype, device=device), None
+
+    def _bucket(self, plan: BucketPlan, replica: Tensor, grad: Tensor | None, ring: GradRing | None) -> Bucket:
+        shard = plan.shard_of(self.ranks[plan.domain])
+        numel, device = plan.shard_numel(shard), replica.device
+        # An ordered sum is taken in fp32 and stays that.
+        dtype = torch.float32 if plan.reducer.startswith("ordered") else torch_dtype(self.plan.grad_dtype)
+        if grad is not None and grad.dtype == dtype:
+            grad_shard = grad[plan.shard_part(shard)]
         else:
-            master = torch.zeros(numel, dtype=torch.float32, device=grad.device)
+            grad_shard = torch.zeros(numel, dtype=dtype, device=device)
+        work = grad_shard if dtype == torch.float32 else torch.zeros(numel, dtype=torch.float32, device=device)
+        if replica.dtype == torch.float32:
+            master = replica[plan.shard_part(shard)]
+        else:
+            master = torch.zeros(numel, dtype=torch.float32, device=device)
         return Bucket(
             plan=plan,
             shard=shard,
@@ -124,6 +169,7 @@ class Storage:
             work=work,
             master=master,
             spans=plan.spans(shard),
+            ring=ring,
         )
 
     @torch.no_grad()
@@ -137,8 +183,26 @@ class Storage:
                 param.data = view
                 self._replica_views[placement.fqn] = view
                 self._versions[placement.fqn] = param._version
-                self.grad_views[placement.fqn] = bucket.grad[part].view(param.shape)
+                self._grad_parts[placement.fqn] = bucket, part, param.shape
+                if bucket.grad is not None:
+                    self._grad_views[placement.fqn] = bucket.grad[part].view(param.shape)
             bucket.refresh_master()
+
+    def grad_view(self, fqn: str) -> Tensor:
+        """Where a param's gradient accumulates, in the param's shape."""
+        view = self._grad_views.get(fqn)
+        return view if view is not None else self.view_in(self._leased_grad(fqn), fqn)
+
+    def view_in(self, full: Tensor, fqn: str) -> Tensor:
+        """A param's place in a tensor of its bucket's length."""
+        _, part, shape = self._grad_parts[fqn]
+        return full[part].view(shape)
+
+    def _leased_grad(self, fqn: str) -> Tensor:
+        bucket = self._grad_parts[fqn][0]
+        if bucket.grad is None:
+            raise StateError(f"{bucket.plan.label} has no gradient memory: it was released when it was reduced.")
+        return bucket.grad
 
     def check_aliases(self) -> None:
         """Raise if a param no longer reads the replica, as after `module.to()` or `param.data = ...`: updates would not
@@ -183,14 +247,10 @@ class Storage:
         """Bytes this rank holds, aliases counted once."""
         seen: dict[int, int] = {}
         for bucket in self.buckets:
-            for tensor in (
-                bucket.replica,
-                bucket.grad,
-                bucket.grad_shard,
-                bucket.work,
-                bucket.master,
-                *bucket.state.values(),
-            ):
+            held = [bucket.replica, bucket.grad_shard, bucket.work, bucket.master, *bucket.state.values()]
+            held.extend(() if bucket.grad is None else (bucket.grad,))
+            held.extend(() if bucket.ring is None else bucket.ring.tensors)
+            for tensor in held:
                 storage = tensor.untyped_storage()
                 seen[storage.data_ptr()] = storage.nbytes()
         return sum(seen.values())

@@ -199,15 +199,14 @@ def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule],
     from layerwise.comm import engine
     from layerwise.dtypes import DType
 
-    return engine.plan_for(
-        module,
-        world=world,
+    settings = engine.Settings(
         layout=config.parallel.layout,
         rules=rules,
         strict=config.routing.strict,
         bucket_mib=config.parallel.bucket_mib,
         grad_dtype=torch_dtype(DType(config.parallel.grad_dtype)),
     )
+    return engine.plan_for((module,), settings, world=world)
 
 
 def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
@@ -27,15 +28,18 @@ _reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single
 class Communicator:
     """The ranks of one domain, and every collective they may issue together."""
 
-    def __init__(self, group: dist.ProcessGroup | None, contract: Contract | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        contract: Contract | None = None,
+        sent_nbytes: Counter[str] | None = None,
+    ) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
         self.contract = contract
-        self.sent_nbytes: Counter[str] = Counter()
-
-    def reset_counters(self) -> None:
-        self.sent_nbytes.clear()
+        # Communicators of one engine count into the same book.
+        self.sent_nbytes: Counter[str] = Counter() if sent_nbytes is None else sent_nbytes
 
     def reduce_scatter(self, op: CommOp, full: Tensor, out: Tensor) -> Handle:
         """Sum `full` over ranks; this rank's shard of the sum lands in `out`."""
@@ -47,7 +51,7 @@ class Communicator:
             return Handle(_name(op), out)
         with _scope(op):
             work = _reduce_scatter(out, full, group=self.group, async_op=True)
-        return Handle(_name(op), out, (full, out), work)
+        return Handle(_name(op), out, (full, out), (work,))
 
     def all_reduce(self, op: CommOp, tensor: Tensor) -> Handle:
         """Sum `tensor` over ranks, in place."""
@@ -57,7 +61,7 @@ class Communicator:
             return Handle(_name(op), tensor)
         with _scope(op):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return Handle(_name(op), tensor, (tensor,), work)
+        return Handle(_name(op), tensor, (tensor,), (work,))
 
     def all_gather(self, op: CommOp, shard: Tensor, full: Tensor) -> Handle:
         """Every rank's `shard` into `full`, in rank order."""
@@ -69,7 +73,35 @@ class Communicator:
             return Handle(_name(op), full)
         with _scope(op):
             work = _all_gather(full, shard, group=self.group, async_op=True)
-        return Handle(_name(op), full, (shard, full), work)
+        return Handle(_name(op), full, (shard, full), (work,))
+
+    def uneven_all_gather(self, op: CommOp, full: Tensor, numels: Sequence[int]) -> Handle:
+        """Every rank's stretch of `full`, `numels[r]` elements of rank r, to all of them, in place.
+
+        As one broadcast per rank that has any: neither gloo nor NCCL knows an uneven all-gather of its own. All ranks
+        issue all of them, also those that own nothing, and sizes and dtype are the bucket's.
+        """
+        self._check(_name(op), "uneven_all_gather", full, op=op)
+        self._count("uneven_all_gather", full.nbytes - numels[(self.rank + 1) % self.world] * full.element_size())
+        stretches = torch.split(full, list(numels))
+        return self._broadcasts(op, full, [(source, part) for source, part in enumerate(stretches) if part.numel()])
+
+    def broadcast_parts(self, op: CommOp, full: Tensor, parts: Sequence[tuple[int, slice]]) -> Handle:
+        """Each (source, part) of `full` from its source to all, one by one."""
+        self._check(_name(op), "broadcast", full, op=op)
+        pieces = [(source, full[part]) for source, part in parts]
+        self._count("broadcast", sum(wire_nbytes("broadcast", piece.nbytes, self.world) for _, piece in pieces))
+        return self._broadcasts(op, full, pieces)
+
+    def _broadcasts(self, op: CommOp, full: Tensor, pieces: Sequence[tuple[int, Tensor]]) -> Handle:
+        if self.group is None or self.world == 1:
+            return Handle(_name(op), full)
+        with _scope(op):
+            works = [
+                dist.broadcast(piece, dist.get_global_rank(self.group, source), group=self.group, async_op=True)
+                for source, piece in pieces
+            ]
+        return Handle(_name(op), full, (full,), works)
 
     def all_to_all(
         self, op: CommOp, send: Tensor, receive: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
@@ -84,7 +116,7 @@ class Communicator:
             work = dist.all_to_all_single(
                 receive, send, list(receive_splits), list(send_splits), group=self.group, async_op=True
             )
-        return Handle(_name(op), receive, (send, receive), work)
+        return Handle(_name(op), receive, (send, receive), (work,))
 
     def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
         """Rank `source`'s tensor to all, in place and at once. Used at construction only, so it is in no step's
@@ -153,9 +185,9 @@ class Communicator:
             return f"the schedule has dtype {op.dtype}, the tensor {tensor.dtype}."
         if other is not None and other.dtype != tensor.dtype:
             return f"the tensors have dtypes {tensor.dtype} and {other.dtype}."
-        expected = op.sent[self.rank] if kind == "all_to_all" else op.numel
-        if tensor.numel() != expected:
-            return f"the schedule has {expected} elements, the tensor {tensor.numel()}."
+        expected, found = self._expected_numel(op), self._found_numel(tensor, splits)
+        if expected is not None and found != expected:
+            return f"the schedule has {expected} elements, the tensor {found}."
         if (
             kind in ("reduce_scatter", "all_gather")
             and other is not None
@@ -169,6 +201,20 @@ class Communicator:
         ):
             return f"splits {sum(splits[0])} and {sum(splits[1])} do not match tensors of {tensor.numel()} and {other.numel()} elements."
         return None
+
+    def _expected_numel(self, op: CommOp) -> int | None:
+        """Elements that the call must bring; None where only its ranks know."""
+        match op.kind:
+            case "all_to_all":
+                return op.sent[self.rank]
+            case "broadcast":
+                return None  # the parts are the schedule's, the tensor holds padding too
+            case _:
+                return None if op.phase == "tie" else op.numel
+
+    def _found_numel(self, tensor: Tensor, splits: tuple[tuple[int, ...], tuple[int, ...]] | None) -> int:
+        """Elements of the call, without what an all-to-all keeps here."""
+        return tensor.numel() - (splits[0][self.rank] if splits is not None else 0)
 
 
 def _name(op: CommOp) -> str:

@@ -4,141 +4,182 @@ optimizer that steps it."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerwise.buffers.bind import named_trainables, param_table, plain_dtype
+from layerwise.buffers.bind import domains_by_prefix, named_buffers, named_params, param_table, plain_dtype
 from layerwise.buffers.storage import Storage, one_device
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Groups, derive_together
+from layerwise.comm.groups import Domain, Groups, derive_together, tie_groups
 from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
+from layerwise.comm.roster import Roster
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.routing.rules import RouteRule, suspicion
+from layerwise.routing.spec import DENSE
 from layerwise.units import MIB
 
 _HOOKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Params whose gradients the hooks of a DataParallel take away; nobody else would ever see one."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a DataParallel was asked for; `DataParallel` documents them."""
+
+    layout: str = "auto"
+    rules: Sequence[RouteRule] | None = None
+    strict: bool = False
+    bucket_mib: float | None = None
+    grad_dtype: torch.dtype = torch.float32
+    reducer: Reducer = "collective"
+    param_sync: ParamSync = "gather"
+    shard_grads: bool = False
+    ties: Mapping[str, str] = field(default_factory=dict)
+    overlap_grad_reduce: bool = True
+    check_collectives: bool = False
+
+
 def plan_for(
-    module: nn.Module,
+    chunks: Sequence[nn.Module],
+    settings: Settings,
     *,
     world: int,
-    layout: str,
-    rules: Sequence[RouteRule] | None,
-    strict: bool,
-    bucket_mib: float | None,
-    grad_dtype: torch.dtype,
+    worlds: Mapping[str, int] | None = None,
+    ranks: int | None = None,
+    stages_by_tie: Mapping[str, int] | None = None,
+    vocabularies: Collection[tuple[int, int]] = (),
 ) -> Plan:
-    """The plan of a live module (also one on the meta device)."""
-    dtype = plain_dtype(grad_dtype, "grad_dtype")
+    """The plan of live modules (also on the meta device). `vocabularies` are shapes of embeddings on other pipeline
+    stages."""
+    dtype = plain_dtype(settings.grad_dtype, "grad_dtype")
+    bucket_mib = settings.bucket_mib
     if bucket_mib is not None and not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
         raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}. Leave it out for the default.")
-    table = param_table(module)
+    table = param_table(*chunks, vocabularies=vocabularies, ties=settings.ties)
     if not any(param.trainable for param in table):
         raise ValueError(
-            f"{type(module).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
+            f"{type(chunks[0]).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
         )
     return make_plan(
         table,
         world=world,
-        layout=layout,
-        rules=rules,
-        strict=strict,
+        worlds=worlds,
+        ranks=ranks,
+        layout=settings.layout,
+        rules=settings.rules,
+        strict=settings.strict,
         grad_dtype=dtype,
         bucket_numel=None if bucket_mib is None else max(1, int(bucket_mib * MIB) // dtype.itemsize),
+        reducer=settings.reducer,
+        param_sync=settings.param_sync,
+        shard_grads=settings.shard_grads,
+        stages_by_tie=stages_by_tie,
     )
 
 
-def _plan_unclaimed(module: nn.Module, **settings: Any) -> Plan:
-    """The plan of a module whose params are on one device and in nobody else's buffers."""
-    for fqn, param in module.named_parameters():
+def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise if a param lies in somebody else's buffers already, or not all of them on one device."""
+    for fqn, param in params.items():
         if param in _HOOKED:
             raise StateError(
-                f"param {fqn!r} of {type(module).__name__} lies in the buffers of a DataParallel already: its gradients go "
-                "there. Wrap a model once, and pass the wrapped model on."
+                f"param {fqn!r} lies in the buffers of a DataParallel already: its gradients go there. Wrap a model once, "
+                "and pass the wrapped model on."
             )
-    plan = plan_for(module, **settings)
-    one_device(named_trainables(module))
-    return plan
+    trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
+    if trainables:
+        one_device(trainables)
 
 
 class Engine:
     """Plan, storage, reducer and publisher of one model on one rank."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Groups,
-        *,
-        layout: str,
-        rules: Sequence[RouteRule] | None,
-        strict: bool,
-        bucket_mib: float | None,
-        grad_dtype: torch.dtype,
-        overlap_grad_reduce: bool,
-        check_collectives: bool,
-        hooked: bool,
-    ) -> None:
-        self.module = module
+    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, settings: Settings, *, hooked: bool) -> None:
+        self.chunks = tuple(chunks)
         self.groups = groups
-        self._frozen = {fqn: param for fqn, param in module.named_parameters() if not param.requires_grad}
+        self.settings = settings
+        params = dict(named_params(*self.chunks))
+        self._frozen = {fqn: param for fqn, param in params.items() if not param.requires_grad}
+        trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
+        self.roster = Roster.of(groups, self.chunks, trainables, settings.ties)
         self.plan = derive_together(
             groups,
             "plans",
-            lambda: _plan_unclaimed(
-                module,
-                world=groups.world,
-                layout=layout,
-                rules=rules,
-                strict=strict,
-                bucket_mib=bucket_mib,
-                grad_dtype=grad_dtype,
-            ),
+            lambda: self._plan(params),
             lambda plan: {**plan.to_json(), "constants": self._describe_constants()},
         )
         doubt = suspicion(self.plan.routes, self.plan.table)
         if doubt is not None and groups.rank == 0:
             warnings.warn(doubt, stacklevel=3)
-        contract = Contract(groups.control) if check_collectives and groups.control is not None else None
-        self.communicator = Communicator(groups.training, contract)
-        self.storage = Storage(self.plan, named_trainables(module), groups.rank)
-        self.reducer = GradReducer(self.storage, self.communicator, overlap=overlap_grad_reduce)
-        self.publisher = Publisher(self.storage, self.communicator)
+        self.roster.check_cuts(groups, self.plan)
+        self.sent_nbytes: Counter[str] = Counter()
+        checked = settings.check_collectives
+        self.everyone = Communicator(groups.training, self._contract(groups.control), self.sent_nbytes)
+        self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
+        ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
+        self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
+        ranks = {name: domain.rank for name, domain in groups.domains.items()}
+        self.storage = Storage(self.plan, trainables, ranks)
+        self.reducer = GradReducer(self.storage, self.communicators, self._ties, overlap=settings.overlap_grad_reduce)
+        self.publisher = Publisher(self.storage, self.communicators)
         self.has_optimizer = False
         if hooked:
             _HOOKED.update(dict.fromkeys(self.storage.params.values(), True))
 
+    def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
+        _refuse_claimed(params)
+        return plan_for(
+            self.chunks,
+            self.settings,
+            world=self.groups.domains[DENSE].world,
+            worlds={name: domain.world for name, domain in self.groups.domains.items()},
+            ranks=self.groups.world,
+            stages_by_tie={tie: len(stages) for tie, stages in self.roster.stages_by_tie.items()},
+            vocabularies=self.roster.vocabularies,
+        )
+
+    def _contract(self, control: dist.ProcessGroup | None) -> Contract | None:
+        return Contract(control) if self.settings.check_collectives and control is not None else None
+
+    def _communicator(self, domain: Domain) -> Communicator:
+        return Communicator(domain.group, self._contract(domain.control), self.sent_nbytes)
+
     def _constants(self) -> dict[str, Tensor]:
         """What the model reads beside its trainable params: frozen ones and buffers."""
-        return {**self._frozen, **dict(self.module.named_buffers())}
+        return {**self._frozen, **dict(named_buffers(*self.chunks))}
 
     def _describe_constants(self) -> dict[str, list[object]]:
         return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in self._constants().items()}
 
     @torch.no_grad()
     def spread_from_first(self) -> None:
-        """Make every rank start from rank 0's weights and buffers, as DistributedDataParallel does."""
+        """Make every rank start from the weights and buffers of its domain's first rank, as DistributedDataParallel
+        does, and copies of a tied weight from its first stage."""
         for bucket in self.storage.buckets:
-            self.communicator.broadcast(bucket.replica, label=bucket.plan.label)
+            self.communicators[bucket.plan.domain].broadcast(bucket.replica, label=bucket.plan.label)
+            if bucket.plan.tie:
+                self._ties[bucket.plan.tie].broadcast(bucket.replica, label=f"{bucket.plan.label} between stages")
             bucket.refresh_master()
+        domain_of = domains_by_prefix(*self.chunks)
         for name, tensor in self._constants().items():
             if tensor.numel():
                 whole = tensor.detach().contiguous()
                 # As bytes: buffers may have dtypes that a backend cannot send.
-                self.communicator.broadcast(whole.view(-1).view(torch.uint8), label=f"{name!r}")
+                self.communicators[domain_of(name)].broadcast(whole.view(-1).view(torch.uint8), label=f"{name!r}")
                 tensor.detach().copy_(whole)
 
     def check_trainables(self) -> None:
         """Raise if the model's trainable params are not those its buffers were laid out for."""
-        for fqn, param in self.module.named_parameters():
+        for fqn, param in named_params(*self.chunks):
             mine = self.storage.params.get(fqn)
             if mine is param and not param.requires_grad:
                 raise StateError(

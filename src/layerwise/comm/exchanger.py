@@ -13,8 +13,9 @@ from layerwise.buffers.bind import torch_dtype
 from layerwise.buffers.storage import Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
+from layerwise.dtypes import DType
 from layerwise.layout.exchange import Exchange, Piece, exchange_for
-from layerwise.layout.schedule import CommSchedule
+from layerwise.layout.schedule import CommOp, CommSchedule
 from layerwise.layout.work import WorkPlan
 from layerwise.routing.geometry import Box, flat_index, row_major_strides
 from layerwise.routing.matrices import Matrix
@@ -60,9 +61,11 @@ class Cohort:
         work: WorkPlan,
         number: int,
         group_of: Mapping[str, int],
+        wire_dtype: DType,
     ) -> None:
         label = f"{work.domain} cohort {number}"
         self._communicator = communicator
+        self._label = label
         self._there = schedule.find("exchange", label)
         self._back = schedule.find("return", label)
         self._work_plan = work
@@ -70,7 +73,7 @@ class Cohort:
         self._table = exchange_for(
             work, {bucket.plan.index: bucket.plan for bucket in storage.buckets}, number, communicator.rank
         )
-        self.dtype = torch_dtype(self._there.dtype)
+        self.dtype = torch_dtype(wire_dtype)
         self.batches = _batches(work, self._table, group_of)
         self._place = {
             item: (index, slot) for index, batch in enumerate(self.batches) for slot, item in enumerate(batch.items)
@@ -83,11 +86,7 @@ class Cohort:
 
     def send(self) -> Handle:
         """Start this cohort's pieces on their way to their homes."""
-        outgoing = self._pack(_updates(self._leaving), self._table.send_splits)
-        incoming = torch.empty(sum(self._table.receive_splits), dtype=self.dtype, device=self._device)
-        return self._communicator.all_to_all(
-            self._there, outgoing, incoming, self._table.send_splits, self._table.receive_splits
-        )
+        return self._move(self._there, _updates(self._leaving), self._table)
 
     def unpack(self, received: Tensor) -> list[Tensor]:
         """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
@@ -107,9 +106,14 @@ class Cohort:
         for piece, here in zip(table.stays, _updates(self._staying), strict=True):
             for target, source in zip(here, self._home_views(piece, updates), strict=True):
                 target.copy_(source)
-        outgoing = self._pack([self._home_views(piece, updates) for piece in table.sends], table.send_splits)
+        return self._move(self._back, [self._home_views(piece, updates) for piece in table.sends], table)
+
+    def _move(self, op: CommOp | None, outgoing: Sequence[Sequence[Tensor]], table: Exchange) -> Handle:
         incoming = torch.empty(sum(table.receive_splits), dtype=self.dtype, device=self._device)
-        return self._communicator.all_to_all(self._back, outgoing, incoming, table.send_splits, table.receive_splits)
+        if op is None:  # no rank has anything to send
+            return Handle(f"{self._label}, which stays where it is", incoming)
+        packed = self._pack(outgoing, table.send_splits)
+        return self._communicator.all_to_all(op, packed, incoming, table.send_splits, table.receive_splits)
 
     def store(self, received: Tensor) -> None:
         """Write returned updates into this rank's work tensors."""

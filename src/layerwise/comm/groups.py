@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.facts import gather_facts
 from layerwise.errors import PlanMismatchError
 from layerwise.layout.plan import first_difference
+from layerwise.routing.spec import DENSE, DOMAINS, EXPERT
 
 T = TypeVar("T")
+
+Mesh: TypeAlias = DeviceMesh
+"""What users arrange ranks with."""
+
+
+_MESH_DIMS = ("pp", "dp", "ep")
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks that hold copies of the same params, seen from one of them."""
+
+    group: dist.ProcessGroup | None
+    """None where the rank is alone."""
+    control: dist.ProcessGroup | None
+    """For small facts; None unless collectives are to be checked."""
+    rank: int
+    world: int
+
+
+_ALONE = Domain(group=None, control=None, rank=0, world=1)
 
 
 @dataclass(frozen=True)
@@ -23,7 +48,12 @@ class Groups:
     """One group per concern: training moves tensors, control moves small facts and never waits behind a gradient."""
 
     training: dist.ProcessGroup | None
+    """All ranks, for what they decide together."""
     control: dist.ProcessGroup | None
+    domains: Mapping[str, Domain]
+    stages: tuple[tuple[int, ...], ...] = ((0,),)
+    """Every pipeline stage's ranks, in the order of the dense domain: the same place on two stages is the same place in
+    all of their domains."""
 
     @property
     def rank(self) -> int:
@@ -33,8 +63,19 @@ class Groups:
     def world(self) -> int:
         return dist.get_world_size(self.training) if self.training is not None else 1
 
+    @cached_property
+    def stage(self) -> int:
+        """The pipeline stage of this rank."""
+        return next(stage for stage, ranks in enumerate(self.stages) if self.rank in ranks)
 
-NO_GROUPS = Groups(training=None, control=None)
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """The pipeline stage of every rank."""
+        found = {rank: stage for stage, ranks in enumerate(self.stages) for rank in ranks}
+        return tuple(found[rank] for rank in range(self.world))
+
+
+NO_GROUPS = Groups(training=None, control=None, domains=dict.fromkeys(DOMAINS, _ALONE))
 """A single process without torch.distributed."""
 
 
@@ -44,19 +85,108 @@ def default_world() -> int:
 
 
 def all_ranks() -> Groups:
-    """Groups over every rank of the default process group; none at all where there is no such group."""
+    """Every rank of the default process group as data parallel; a single process where there is no such group."""
     if not dist.is_available() or not dist.is_initialized():
         return NO_GROUPS
     # Not the default group itself: a bucket may be reduced in backward on one rank and in step() on another, and
     # whatever the user sends in between over the default group must not be taken for it.
-    return Groups(training=dist.new_group(), control=dist.new_group(backend="gloo"))
+    training, control = dist.new_group(), dist.new_group(backend="gloo")
+    world = dist.get_world_size()
+    everyone = Domain(group=training, control=control, rank=dist.get_rank(), world=world) if world > 1 else _ALONE
+    return Groups(
+        training=training,
+        control=control,
+        domains=dict.fromkeys(DOMAINS, everyone),
+        stages=(tuple(range(world)),),
+    )
+
+
+def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool) -> Groups:
+    """The same ranks as a mesh arranges them. With `checked`, domains also get groups to compare collectives over."""
+    if mesh is None or everyone.training is None:
+        return everyone
+    places = _places(mesh)
+    stages = _ranks_by(places, ("pp",))
+    shared = {stages[0]: (everyone.training, everyone.control)} if len(stages) == 1 else {}
+    domains = {
+        DENSE: _my_domain(stages, shared, checked=checked),
+        EXPERT: _my_domain(_ranks_by(places, ("pp", "ep")), shared, checked=checked),
+    }
+    return replace(everyone, domains=domains, stages=stages)
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise unless a mesh (or None) arranges all ranks along dims we know."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a torch DeviceMesh, got {type(mesh).__name__}. Leave it out for data parallelism."
+        )
+    names = mesh.mesh_dim_names
+    if names is None or not set(names) <= set(_MESH_DIMS):
+        raise ValueError(
+            f"mesh has the dims {names}: expected names out of {', '.join(map(repr, _MESH_DIMS))}. Dense params are copied "
+            "over dp and ep, expert params over dp, and pp is for pipeline stages; give mesh_dim_names to init_device_mesh()."
+        )
+    if sorted(mesh.mesh.flatten().tolist()) != list(range(default_world())):
+        raise ValueError(
+            f"mesh has the ranks {mesh.mesh.flatten().tolist()}, the process group {default_world()} ranks: expected every "
+            "rank once. Build the mesh over all of them."
+        )
+
+
+def _places(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
+    """Where every rank sits along each dim."""
+    names = mesh.mesh_dim_names or ()
+    return {int(mesh.mesh[at]): dict(zip(names, at, strict=True)) for at in product(*map(range, mesh.mesh.shape))}
+
+
+def _ranks_by(places: Mapping[int, Mapping[str, int]], dims: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks that sit at the same place along these dims, set by set, each in order of rank."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in sorted(places.items()):
+        found.setdefault(tuple(place.get(dim, 0) for dim in dims), []).append(rank)
+    return tuple(tuple(found[key]) for key in sorted(found))
+
+
+def _my_domain(
+    sets: Sequence[tuple[int, ...]],
+    shared: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup | None]],
+    *,
+    checked: bool,
+) -> Domain:
+    """The set that this rank is in. Every rank makes all groups, in the same order: torch asks for that."""
+    for ranks in sets:
+        if ranks not in shared and len(ranks) > 1:
+            control = dist.new_group(list(ranks), backend="gloo") if checked else None
+            shared[ranks] = dist.new_group(list(ranks)), control
+    rank = dist.get_rank()
+    mine = next(ranks for ranks in sets if rank in ranks)
+    if len(mine) == 1:
+        return _ALONE
+    group, control = shared[mine]
+    return Domain(group=group, control=control, rank=mine.index(rank), world=len(mine))
+
+
+def tie_groups(groups: Groups, stages_by_tie: Mapping[str, Sequence[int]], *, checked: bool) -> dict[str, Domain]:
+    """For each tie that this rank's stage has a part in: the ranks at the same place of all its stages."""
+    found = {}
+    for tie, stages in sorted(stages_by_tie.items()):
+        for ranks in zip(*(groups.stages[stage] for stage in stages), strict=True):
+            control = dist.new_group(list(ranks), backend="gloo") if checked else None
+            group = dist.new_group(list(ranks))
+            if groups.rank in ranks:
+                found[tie] = Domain(group=group, control=control, rank=ranks.index(groups.rank), world=len(ranks))
+    return found
 
 
 _ERROR = "error"
 
 
-def agree(groups: Groups, what: str, facts: Mapping[str, object]) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks have the same facts.
+def agree(groups: Groups, what: str, facts: Mapping[str, object], *, across_stages: bool = False) -> None:
+    """Raise on every rank, naming the first difference, unless all ranks of each pipeline stage have the same facts, or
+    all ranks of all stages.
 
     Equal ranks exchange 32 bytes and no more. A rank that could not come up with facts says so with `failure(error)`.
     """
@@ -66,17 +196,26 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object]) -> None:
     mine = torch.tensor(list(digest), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(groups.world)]
     dist.all_gather(everyone, mine, group=groups.control)
-    other = next((rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, everyone[0])), None)
-    if other is None:
+    compared = [0 if across_stages else min(groups.stages[stage]) for stage in groups.stage_of]
+    pairs = [(first, rank) for rank, first in enumerate(compared) if not torch.equal(everyone[first], everyone[rank])]
+    # Every rank of a stage may have failed alike: then its peers agree, and only the other stages do not know.
+    if not pairs and (len(groups.stages) == 1 or not _any_failed(groups, facts)):
         return
     gathered = gather_facts(dict(facts), groups.control)
     for rank, theirs in enumerate(gathered):
         if _ERROR in theirs:
             raise PlanMismatchError(f"rank {rank} failed where others did not: {theirs[_ERROR]}")
+    first, other = pairs[0]
     raise PlanMismatchError(
-        f"ranks 0 and {other} derived different {what}: {first_difference(gathered[0], gathered[other])}. "
+        f"ranks {first} and {other} derived different {what}: {first_difference(gathered[first], gathered[other])}. "
         "Build the same model with the same settings on every rank."
     )
+
+
+def _any_failed(groups: Groups, facts: Mapping[str, object]) -> bool:
+    failed = torch.tensor([int(_ERROR in facts)])
+    dist.all_reduce(failed, group=groups.control)
+    return bool(failed)
 
 
 def failure(error: Exception) -> dict[str, object]:
@@ -111,3 +250,23 @@ def derive_together(
         error = caught
     agree_despite(groups, what, error, facts)
     return derived[0]
+
+
+def share(groups: Groups, derive: Callable[[], Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Every rank's facts, in order of rank. If any rank fails to derive its own, all of them raise."""
+    try:
+        mine: Mapping[str, object] = derive()
+        error = None
+    except Exception as caught:
+        mine, error = failure(caught), caught
+    if groups.control is None:
+        if error is not None:
+            raise error
+        return [mine]
+    gathered = gather_facts(dict(mine), groups.control)
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(gathered):
+        if _ERROR in theirs:
+            raise PlanMismatchError(f"rank {rank} failed where others did not: {theirs[_ERROR]}")
+    return gathered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,28 +15,47 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
 
+    def is_completed(self) -> bool: ...
+
 
 class Handle:
-    """A collective in flight."""
+    """A collective in flight, or several that are one: they are complete together."""
 
     def __init__(
-        self, label: str, result: Tensor, keep_alive: tuple[Tensor, ...] = (), work: Work | None = None
+        self,
+        label: str,
+        result: Tensor,
+        keep_alive: tuple[Tensor, ...] = (),
+        works: Sequence[Work] = (),
     ) -> None:
         self.label = label
         self._result = result
         # An asynchronous collective reads its source until it is done: dropping the last reference would hand the
         # memory to somebody else.
         self._keep_alive = keep_alive
-        self._work = work
+        self._works = tuple(works)
+        self._then: Callable[[], object] | None = None
         self._done = False
+
+    def followed_by(self, then: Callable[[], object], result: Tensor) -> Handle:
+        """The same collective with something to do on what arrived, which makes it another result."""
+        self._then, self._result = then, result
+        return self
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether waiting would not take time. Some backends only know once they were waited for, and say no."""
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Tensor:
         """The result, once it is there. A second wait is an error: it means that two places think they own the
         result."""
         if self._done:
             raise StateError(f"{self.label} was waited for already: a handle gives its result once.")
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
         self._done = True
-        self._keep_alive = ()
+        if self._then is not None:
+            self._then()
+        self._keep_alive, self._works, self._then = (), (), None
         return self._result

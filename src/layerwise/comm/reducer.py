@@ -2,11 +2,15 @@
 
 Buckets are launched strictly in plan order. A bucket that is full early waits for its predecessors, so the sequence of
 collectives is the same on every rank even when ranks produce gradients in different orders, or some of them not at all.
+
+Where full gradients are released once reduced, every microbatch is reduced on its own and the shards add up: a round
+ends with each `no_sync()` block, and the last one in `finish()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -15,7 +19,8 @@ from torch import Tensor
 from layerwise.buffers.storage import Bucket, Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
-from layerwise.layout.schedule import CommOp, reduce_op
+from layerwise.comm.reductions import reduction_of
+from layerwise.layout.schedule import tie_op
 
 
 class BucketPhase(Enum):
@@ -26,40 +31,71 @@ class BucketPhase(Enum):
     REDUCED = "reduced"  # the shard holds the sum over ranks
 
 
+@dataclass
+class _Flight:
+    """A bucket's gradient of one round on its way."""
+
+    handle: Handle
+    full: Tensor
+    out: Tensor
+
+
+@dataclass
 class _Progress:
     """How far one bucket has come since the last step."""
 
-    def __init__(self) -> None:
-        self.phase = BucketPhase.FILLING
-        self.handle: Handle | None = None
-        self.pending = 0  # params whose last expected gradient of this backward has not come
+    phase: BucketPhase = BucketPhase.FILLING
+    pending: int = 0
+    """Params whose last expected gradient of this backward has not come."""
+    flights: list[_Flight] = field(default_factory=list)
+    has_landed: bool = False
+    """The shard holds the sum of a round already: the next one is added."""
 
 
 class GradReducer:
     """Accumulates gradients into buckets and reduces the buckets."""
 
-    def __init__(self, storage: Storage, communicator: Communicator, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        communicators: Mapping[str, Communicator],
+        ties: Mapping[str, Communicator],
+        *,
+        overlap: bool,
+    ) -> None:
         self._storage = storage
-        self._communicator = communicator
         self._overlap = overlap
-        self._ops = [reduce_op(bucket.plan, storage.plan.grad_dtype, communicator.world) for bucket in storage.buckets]
+        self._reductions = [
+            reduction_of(bucket, storage.plan.grad_dtype, communicators[bucket.plan.domain])
+            for bucket in storage.buckets
+        ]
+        self._ties = {bucket.plan.index: ties[bucket.plan.tie] for bucket in storage.buckets if bucket.plan.tie}
+        self._launches = storage.plan.launches
         self._bucket_of = storage.plan.bucket_of
         self._written: set[str] = set()
+        self._seen: set[str] = set()
         self._arrivals: dict[str, int] = {}
         # How often each param's gradient arrives in one synchronised backward: learned from the first, because
-        # reentrant activation checkpointing delivers a shared param's gradient in several parts. Until then nothing is
-        # launched early.
+        # reentrant activation checkpointing delivers a shared param's gradient in several parts, and a pipeline those
+        # of all its microbatches. Until then nothing is launched early, unless full gradients must not pile up.
         self._expected: dict[str, int] | None = None
         self._progress = [_Progress() for _ in storage.buckets]
         self._late_grads: list[tuple[str, Tensor]] = []
-        self._late: set[int] = set()
         self._next = 0
+        self._is_last_round = True
+        self._is_finished = False
+        self._num_rounds = 0
         self.reset()
+
+    @property
+    def _leases(self) -> bool:
+        return self._storage.plan.shard_grads
 
     @torch.no_grad()
     def write(self, fqn: str, grad: Tensor, *, sync: bool) -> None:
         """Add a gradient. With `sync` it belongs to the last microbatch, so its bucket may be reduced once all of its
         gradients are in."""
+        self._is_last_round = sync
         progress = self._progress[self._bucket_of[fqn]]
         if progress.phase is BucketPhase.FILLING:
             self._accumulate(fqn, grad)
@@ -67,14 +103,17 @@ class GradReducer:
             # Kept aside, not waited for: a peer may launch this bucket only in its step(), and in between the user may
             # have collectives of his own that need both of us.
             self._late_grads.append((fqn, grad))
-        if sync:
+        if sync or self._leases:
             self._arrivals[fqn] = self._arrivals.get(fqn, 0) + 1
             if self._may_launch_early and self._arrivals[fqn] == self._expected_arrivals(fqn):
                 progress.pending -= 1
                 self._launch_ready()
 
     def _accumulate(self, fqn: str, grad: Tensor) -> None:
-        view = self._storage.grad_views[fqn]
+        bucket = self._storage.buckets[self._bucket_of[fqn]]
+        if bucket.grad is None:
+            self._lease(bucket)
+        view = self._storage.grad_view(fqn)
         if fqn in self._written:
             view.add_(grad)
         else:
@@ -83,74 +122,152 @@ class GradReducer:
 
     @property
     def _may_launch_early(self) -> bool:
-        return self._overlap and self._expected is not None
+        return self._overlap and (self._expected is not None or self._leases)
 
     def _expected_arrivals(self, fqn: str) -> int:
         return self._expected.get(fqn, 1) if self._expected is not None else 1
 
     @property
-    def late(self) -> frozenset[int]:
-        """Buckets that got a gradient on this rank after their reduction was launched (a second backward without
+    def late(self) -> frozenset[str]:
+        """Params that got a gradient on this rank after their reduction was launched (a second backward without
         `no_sync`). Other ranks may have other ones, so what to reduce again is for all of them to decide together."""
-        return frozenset(self._late)
+        return frozenset(fqn for fqn, _ in self._late_grads)
 
-    def reduce_again(self, indices: Iterable[int]) -> None:
-        """Take the sum of these buckets anew: the same ones on every rank."""
-        with torch.no_grad():
-            for index in sorted(indices):
-                self._progress[index].handle = self._start(self._storage.buckets[index], self._ops[index])
-            for index in sorted(indices):
-                self._wait(self._progress[index])
-        self._late.clear()
-
-    @staticmethod
-    def _wait(progress: _Progress) -> None:
-        if progress.handle is not None:
-            progress.handle.wait()
-            progress.handle = None
-            progress.phase = BucketPhase.REDUCED
+    @torch.no_grad()
+    def reduce_again(self, fqns: Iterable[str]) -> None:
+        """Add what came late to the sums of these params' buckets: the same ones on every rank."""
+        for index in sorted({self._bucket_of[fqn] for fqn in fqns}):
+            bucket = self._storage.buckets[index]
+            full = torch.zeros(bucket.plan.numel, dtype=self._reductions[index].dtype, device=bucket.work.device)
+            for fqn, grad in self._late_grads:
+                if self._bucket_of[fqn] == index:
+                    self._storage.view_in(full, fqn).add_(grad)
+                    self._seen.add(fqn)
+            out = torch.empty_like(bucket.grad_shard)
+            self._reductions[index].start(full, out, self._num_rounds).wait()
+            self._num_rounds += 1
+            more = out.to(bucket.work.dtype)
+            self._add_stages(index, more)
+            bucket.work.add_(more)
+        self._late_grads.clear()
 
     def _launch_ready(self) -> None:
-        while self._next < len(self._progress) and self._progress[self._next].pending <= 0:
-            self._launch(self._next)
+        while self._next < len(self._launches) and all(
+            self._progress[index].pending <= 0 for index in self._launches[self._next].buckets
+        ):
+            self._launch_group()
 
-    def _launch(self, index: int) -> None:
-        bucket, progress = self._storage.buckets[index], self._progress[index]
-        if progress.phase is BucketPhase.FILLING:
-            for placement in bucket.plan.placements:
-                if placement.fqn not in self._written:
-                    self._storage.grad_views[placement.fqn].zero_()
-            progress.handle = self._start(bucket, self._ops[index])
-            progress.phase = BucketPhase.REDUCING
-        self._next = index + 1
+    def _launch_group(self) -> None:
+        for index in self._launches[self._next].buckets:
+            self._launch(self._storage.buckets[index], self._progress[index])
+        self._next += 1
 
-    def _start(self, bucket: Bucket, op: CommOp) -> Handle:
-        if bucket.plan.reducer == "all_reduce":
-            # The local sum must survive for a second backward, so the reduced copy has memory of its own wherever there
-            # are other ranks.
-            if bucket.grad_shard.data_ptr() != bucket.grad.data_ptr():
-                bucket.grad_shard.copy_(bucket.grad)
-            return self._communicator.all_reduce(op, bucket.grad_shard)
-        return self._communicator.reduce_scatter(op, bucket.grad, bucket.grad_shard)
+    def _launch(self, bucket: Bucket, progress: _Progress) -> None:
+        if progress.phase is not BucketPhase.FILLING or not (self._is_last_round or bucket.ring is not None):
+            return
+        if bucket.grad is None:
+            self._lease(bucket)
+        full = bucket.grad
+        if full is None:
+            raise RuntimeError(f"{bucket.plan.label} has no gradient memory after a lease.")
+        for placement in bucket.plan.placements:
+            if placement.fqn not in self._written:
+                self._storage.grad_view(placement.fqn).zero_()
+        out = torch.empty_like(bucket.grad_shard) if progress.has_landed or progress.flights else bucket.grad_shard
+        handle = self._reductions[bucket.plan.index].start(full, out, self._num_rounds)
+        progress.flights.append(_Flight(handle, full, out))
+        progress.phase = BucketPhase.REDUCING
 
-    def finish(self) -> frozenset[str]:
-        """Reduce what is left, wait for everything; returns the params that got no gradient on this rank."""
-        self._finish_round()
-        with torch.no_grad():
-            for fqn, grad in self._late_grads:
-                self._accumulate(fqn, grad)
-                self._late.add(self._bucket_of[fqn])
-        self._late_grads.clear()
+    def _lease(self, bucket: Bucket) -> None:
+        """Memory for the full gradient of a bucket. Where none is free, the oldest reduction of its buffer is waited
+        for; where none is under way, there will be one slot more for a while."""
+        ring = bucket.ring
+        if ring is None:
+            raise RuntimeError(f"{bucket.plan.label} does not lease its gradient.")
+        siblings = [
+            (other, self._progress[other.plan.index])
+            for other in self._storage.buckets
+            if other.ring is ring and self._progress[other.plan.index].flights
+        ]
+        for other, progress in siblings:
+            if all(flight.handle.is_ready for flight in progress.flights):
+                self._land(other, progress)
+        if ring.exhausted and siblings:
+            self._land(*siblings[0])
+        bucket.grad = ring.lease(bucket.plan.numel)
+
+    def _land(self, bucket: Bucket, progress: _Progress) -> None:
+        """Wait for a bucket's reductions and take the sums."""
+        for flight in progress.flights:
+            flight.handle.wait()
+            if flight.out.data_ptr() != bucket.grad_shard.data_ptr():
+                bucket.grad_shard.add_(flight.out)
+            progress.has_landed = True
+            if bucket.ring is not None:
+                bucket.ring.release(flight.full)
+                if bucket.grad is flight.full:
+                    bucket.grad = None
+        progress.flights.clear()
+        if progress.phase is BucketPhase.REDUCING:
+            progress.phase = BucketPhase.REDUCED
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """A `no_sync()` block is over: where full gradients are released, reduce what it brought. Every rank does."""
+        if not self._leases or not self._arrivals:
+            return
+        self._is_last_round = False
+        self._launch_rest()
+        self._learn()
+        late, self._late_grads = self._late_grads, []
+        for bucket, progress in zip(self._storage.buckets, self._progress, strict=True):
+            progress.pending = len(bucket.plan.placements)
+            if bucket.ring is not None:
+                self._written.difference_update(placement.fqn for placement in bucket.plan.placements)
+                progress.phase = BucketPhase.FILLING
+                bucket.grad = None
+        self._next = 0
+        for fqn, grad in late:
+            self._accumulate(fqn, grad)
+
+    def _learn(self) -> None:
+        self._seen.update(self._written)
         self._expected = dict(self._arrivals)
-        return frozenset(self._bucket_of).difference(self._written)
+        self._arrivals.clear()
+        self._num_rounds += 1
+
+    @torch.no_grad()
+    def finish(self) -> frozenset[str]:
+        """Reduce what is left, wait for everything; returns the params that got no gradient on this rank. After it each
+        bucket's work tensor holds the sum over ranks, in fp32."""
+        if not self._is_finished:
+            self._is_last_round = True
+            self._finish_round()
+            self._learn()
+            for bucket in self._storage.buckets:
+                if bucket.work.data_ptr() != bucket.grad_shard.data_ptr():
+                    bucket.work.copy_(bucket.grad_shard)
+                self._add_stages(bucket.plan.index, bucket.work)
+            self._is_finished = True
+        return frozenset(self._bucket_of).difference(self._seen, self.late)
+
+    def _add_stages(self, index: int, shard: Tensor) -> None:
+        """Sum a tied weight's gradient over the pipeline stages that hold a copy of it."""
+        if index in self._ties:
+            communicator = self._ties[index]
+            op = tie_op(self._storage.buckets[index].plan, communicator.world)
+            communicator.all_reduce(op, shard).wait()
+
+    def _launch_rest(self) -> None:
+        while self._next < len(self._launches):
+            self._launch_group()
 
     def _finish_round(self) -> None:
-        with torch.no_grad():
-            while self._next < len(self._progress):
-                self._launch(self._next)
-            for progress in self._progress:
-                self._wait(progress)
+        self._launch_rest()
+        for bucket, progress in zip(self._storage.buckets, self._progress, strict=True):
+            self._land(bucket, progress)
 
+    @torch.no_grad()
     def reset(self) -> None:
         """Forget all gradients. Costs no pass over memory: the first write of a gradient replaces what was there.
 
@@ -158,18 +275,24 @@ class GradReducer:
         its gradients were missing, and would wait for it for ever.
         """
         if self._may_launch_early and self._arrivals:
+            self._is_last_round = True
             self._finish_round()
         for progress, bucket in zip(self._progress, self._storage.buckets, strict=True):
-            self._wait(progress)
+            self._land(bucket, progress)
+            if bucket.ring is not None and bucket.grad is not None:
+                bucket.ring.release(bucket.grad)
+                bucket.grad = None
             progress.phase = BucketPhase.FILLING
             progress.pending = len(bucket.plan.placements)
+            progress.has_landed = False
         self._written.clear()
+        self._seen.clear()
         self._arrivals.clear()
         self._late_grads.clear()
-        self._late.clear()
         self._next = 0
+        self._is_finished = False
 
     @property
     def has_gradients(self) -> bool:
         """Whether any gradient was written since the last reset."""
-        return bool(self._written or self._late_grads)
+        return bool(self._written or self._seen or self._late_grads)

@@ -123,9 +123,9 @@ def sent_numel(work: WorkPlan, buckets: Mapping[int, BucketPlan]) -> list[tuple[
     building their tables."""
     totals = [([0] * work.world, [0] * work.world) for _ in range(work.num_cohorts)]
     for item in work.items:
-        if item.home == EVERY_RANK:
-            continue
         bucket = buckets[item.bucket]
+        if item.home == EVERY_RANK or bucket.whole:
+            continue  # it stays where it is
         there, back = totals[item.cohort]
         for owner, numel in holders(item.matrix, bucket, bucket.placements[item.placement]).items():
             if owner != item.home:

@@ -7,15 +7,30 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
+from layerwise.layout.choice import Choice, Hardware, choose_layouts
+from layerwise.layout.launches import LaunchGroup, launch_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
-from layerwise.layout.storage import LAYOUTS, BucketPlan, BufferPlan, Layout, plan_storage
+from layerwise.layout.storage import (
+    LAYOUTS,
+    PARAM_SYNCS,
+    REDUCERS,
+    BucketPlan,
+    BufferPlan,
+    Layout,
+    ParamSync,
+    Reducer,
+    plan_storage,
+)
 from layerwise.layout.work import DEFAULT_COHORT_NUMEL, WorkPlan, plan_work
 from layerwise.routing.rules import Route, RouteRule, route_params
 from layerwise.routing.spec import ParamTable
 from layerwise.units import format_count, format_nbytes
+
+DEFAULT_HARDWARE = Hardware()
 
 
 @dataclass(frozen=True)
@@ -25,8 +40,20 @@ class Plan:
     table: ParamTable
     routes: Mapping[str, Route]
     world: int
-    layout: Layout
+    """Ranks that hold copies of the dense params: gradients are averaged over so many."""
+    world_by_domain: Mapping[str, int]
+    ranks: int
+    """All ranks, those of other pipeline stages included."""
+    layout: Layout | Literal["auto"]
+    """What was asked for; every buffer's key has what it got."""
+    choices: tuple[Choice, ...]
+    """Why each buffer got its layout, where that was left to the cost model."""
     grad_dtype: DType
+    reducer: Reducer
+    shard_grads: bool
+    """Full gradients are released as soon as they are reduced."""
+    stages_by_tie: Mapping[str, int]
+    """How many pipeline stages hold a copy of each tied weight."""
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
     """One work plan per domain that has matrices."""
@@ -39,9 +66,18 @@ class Plan:
         )
 
     @cached_property
+    def launches(self) -> tuple[LaunchGroup, ...]:
+        """Which buckets are reduced together, in order."""
+        return launch_groups(self.buffers)
+
+    @cached_property
     def bucket_of(self) -> Mapping[str, int]:
         """The bucket of every trainable param."""
         return {placement.fqn: bucket.index for bucket in self.buckets for placement in bucket.placements}
+
+    def leases_grads(self, buffer: BufferPlan) -> bool:
+        """Whether full gradients of a buffer live only until they are reduced."""
+        return self.shard_grads and buffer.buckets[0].num_shards > 1
 
     def route(self, name: str) -> Route:
         """Where the param of that name (or alias) goes, and why."""
@@ -61,7 +97,8 @@ class Plan:
         return build_schedule(
             self.buffers,
             works,
-            world=self.world,
+            ranks=self.ranks,
+            stages_by_tie=self.stages_by_tie,
             grad_dtype=self.grad_dtype,
             stats_numel=stats_numel,
             wire_dtypes={**chosen, **(wire_dtypes or {})},
@@ -71,8 +108,12 @@ class Plan:
         """The plan as plain data, the same on every rank and whatever order params were found in."""
         return {
             "world": self.world,
+            "worlds": dict(self.world_by_domain),
+            "ranks": self.ranks,
             "layout": self.layout,
             "grad_dtype": str(self.grad_dtype),
+            "shard_grads": self.shard_grads,
+            "ties": dict(self.stages_by_tie),
             "routes": {
                 param.fqn: {
                     "shape": list(param.shape),
@@ -89,6 +130,7 @@ class Plan:
                     "offset": bucket.offset,
                     "numel": bucket.numel,
                     "num_shards": bucket.num_shards,
+                    "borders": list(bucket.borders),
                     "reducer": bucket.reducer,
                     "publisher": bucket.publisher,
                     "params": [[placement.fqn, placement.offset, placement.numel] for placement in bucket.placements],
@@ -121,6 +163,11 @@ class Plan:
             f"plan {self.digest[:12]}: {len(self.table)} params over {self.world} rank{'s' if self.world != 1 else ''}, layout {self.layout}, "
             f"padding {100 * self.padding_ratio:.3f} %"
         ]
+        lines.extend(
+            f"  chose {choice.layout} for {'/'.join(map(str, choice.buffer))}: {choice.reason}"
+            for choice in self.choices
+            if choice.scores
+        )
         for buffer in self.buffers:
             sizes = sorted(bucket.numel for bucket in buffer.buckets)
             lines.append(
@@ -138,60 +185,151 @@ class Plan:
         return "\n".join(lines)
 
 
-def resolve_layout(layout: object) -> Layout:
-    """`auto` to a layout, and an unknown name to an error."""
+def resolve_layout(layout: object) -> Layout | Literal["auto"]:
+    """The name of a layout, or an error that says which there are."""
+    names = ("auto", *LAYOUTS)
     if not isinstance(layout, str):
-        raise TypeError(f"layout must be one of auto, {', '.join(LAYOUTS)}, got {layout!r}.")
+        raise TypeError(f"layout must be one of {', '.join(names)}, got {layout!r}.")
     if layout == "auto":
-        return "flat"
+        return "auto"
     for known in LAYOUTS:
         if layout == known:
             return known
-    if layout in ("padded", "compact"):
-        raise NotImplementedError(
-            f"layout {layout!r} is not built yet. Use 'flat', which needs no padding and reduces by scatter."
-        )
-    raise ValueError(f"layout {layout!r} is unknown." + did_you_mean(layout, ("auto", *LAYOUTS)))
+    raise ValueError(f"layout {layout!r} is unknown." + did_you_mean(layout, names))
 
 
 def make_plan(
     table: ParamTable,
     *,
     world: int,
+    worlds: Mapping[str, int] | None = None,
+    ranks: int | None = None,
     layout: str = "auto",
     rules: Sequence[RouteRule] | None = None,
     strict: bool = False,
     grad_dtype: DType = DType.FP32,
     bucket_numel: int | None = None,
     cohort_numel: int = DEFAULT_COHORT_NUMEL,
+    reducer: Reducer = "collective",
+    param_sync: ParamSync = "gather",
+    shard_grads: bool = False,
+    stages_by_tie: Mapping[str, int] | None = None,
+    hardware: Hardware = DEFAULT_HARDWARE,
 ) -> Plan:
     """Route, lay out and assign: the whole plan from a table of params.
+
+    `world` ranks hold the dense params; `worlds` says how many hold those of other domains, if not as many; `ranks` is
+    all of them, other pipeline stages included. A tied weight is on two stages unless `stages_by_tie` says otherwise.
 
     >>> from layerwise.routing.spec import table_of
     >>> make_plan(table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), world=2).works[0].imbalance
     1.0
     """
-    if world < 1:
-        raise ValueError(f"world must be at least 1, got {world}.")
+    resolved = resolve_layout(layout)
+    world_by_domain = _worlds(table, world, worlds or {})
+    _check_sizes(bucket_numel, cohort_numel)
+    _check_choices(reducer=(reducer, REDUCERS), param_sync=(param_sync, PARAM_SYNCS))
+    routes = route_params(table, rules, strict=strict)
+    choices = (
+        choose_layouts(
+            table,
+            routes,
+            world_by_domain=world_by_domain,
+            bucket_numel=bucket_numel,
+            reducer=reducer,
+            param_sync=param_sync,
+            shard_grads=shard_grads,
+            grad_dtype=grad_dtype,
+            hardware=hardware,
+        )
+        if resolved == "auto"
+        else ()
+    )
+    buffers = plan_storage(
+        table,
+        routes,
+        world_by_domain=world_by_domain,
+        layout={choice.buffer: choice.layout for choice in choices} if resolved == "auto" else resolved,
+        bucket_numel=bucket_numel,
+        reducer=reducer,
+        param_sync=param_sync,
+    )
+    works = tuple(
+        work
+        for domain, size in sorted(world_by_domain.items())
+        if (work := plan_work(buffers, routes, domain=domain, world=size, cohort_numel=cohort_numel)).items
+    )
+    plan = Plan(
+        table=table,
+        routes=routes,
+        world=world,
+        world_by_domain=world_by_domain,
+        ranks=world if ranks is None else ranks,
+        layout=resolved,
+        choices=choices,
+        grad_dtype=grad_dtype,
+        reducer=reducer,
+        shard_grads=shard_grads,
+        stages_by_tie={**dict.fromkeys((param.tie for param in table if param.tie), 2), **(stages_by_tie or {})},
+        buffers=buffers,
+        works=works,
+    )
+    _refuse_combinations(plan)
+    return plan
+
+
+def _worlds(table: ParamTable, world: int, worlds: Mapping[str, int]) -> dict[str, int]:
+    """The number of ranks of every domain that has params."""
+    for name, size in {"world": world, **{f"world of domain {name!r}": size for name, size in worlds.items()}}.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size!r}.")
+    found = {domain: worlds.get(domain, world) for domain in sorted({param.domain for param in table})}
+    for domain, size in found.items():
+        if world % size:
+            raise ValueError(
+                f"domain {domain!r} has {size} ranks, the dense params have {world}: expected a number that divides theirs, "
+                "so that every rank holds an equal part of it."
+            )
+    return found
+
+
+def _check_sizes(bucket_numel: int | None, cohort_numel: int) -> None:
     if bucket_numel is not None and bucket_numel < 1:
         raise ValueError(f"the bucket size must be at least one element, got {bucket_numel}.")
     if cohort_numel < 1:
         raise ValueError(f"the cohort size must be at least one element, got {cohort_numel}.")
-    resolved = resolve_layout(layout)
-    routes = route_params(table, rules, strict=strict)
-    domains = sorted({param.domain for param in table})
-    world_by_domain = dict.fromkeys(domains, world)
-    buffers = plan_storage(table, routes, world_by_domain=world_by_domain, layout=resolved, bucket_numel=bucket_numel)
-    works = tuple(
-        work
-        for domain in domains
-        if (
-            work := plan_work(buffers, routes, domain=domain, world=world_by_domain[domain], cohort_numel=cohort_numel)
-        ).items
-    )
-    return Plan(
-        table=table, routes=routes, world=world, layout=resolved, grad_dtype=grad_dtype, buffers=buffers, works=works
-    )
+
+
+def _check_choices(**given: tuple[object, Sequence[str]]) -> None:
+    for name, (value, known) in given.items():
+        if value not in known:
+            raise ValueError(
+                f"{name} must be one of {', '.join(known)}, got {value!r}."
+                + (did_you_mean(value, known) if isinstance(value, str) else "")
+            )
+
+
+def _refuse_combinations(plan: Plan) -> None:
+    """What cannot be combined is refused here, on the resolved plan, whoever asked for it and however."""
+    for buffer in plan.buffers:
+        key, world = buffer.key, plan.world_by_domain[buffer.key.domain]
+        if world == 1:
+            continue
+        if plan.reducer != "collective" and key.layout == "replicated":
+            raise ValueError(
+                f"reducer={plan.reducer!r} with layout 'replicated' (buffer {key.label}): an ordered sum arrives at the one "
+                "rank that owns a shard, and here every rank needs it. Use layout='flat', or reducer='collective'."
+            )
+        if plan.shard_grads and buffer.buckets[0].reducer == "all_reduce":
+            raise ValueError(
+                f"shard_grads=True with layout {key.layout!r} (buffer {key.label}): its gradients are all-reduced, so every "
+                "rank keeps all of them. Use layout='flat' or 'padded', or reducer='ordered' with 'compact'."
+            )
+    if plan.reducer == "ordered_bf16" and plan.grad_dtype is not DType.FP32:
+        raise ValueError(
+            f"reducer='ordered_bf16' with grad_dtype {plan.grad_dtype}: it rounds fp32 gradients to bf16 for the wire. Use "
+            "reducer='ordered', which sends gradients as they are, or grad_dtype fp32."
+        )
 
 
 def first_difference(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:

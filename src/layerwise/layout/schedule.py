@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from layerwise.dtypes import DType
@@ -15,13 +16,13 @@ from layerwise.layout.exchange import sent_numel
 from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.layout.work import WorkPlan
 
-Phase = Literal["reduce", "stats", "exchange", "return", "publish"]
-Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather", "broadcast"]
+Phase = Literal["reduce", "tie", "stats", "exchange", "return", "publish"]
+Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather", "uneven_all_gather", "broadcast"]
 
 
 def wire_nbytes(kind: Kind, nbytes: int, world: int) -> int:
-    """Bytes one rank sends for a collective over `nbytes` in total, by the bandwidth-optimal algorithm; all-to-all
-    counts its own splits instead."""
+    """Bytes one rank sends for a collective over `nbytes` in total, by the bandwidth-optimal algorithm. Collectives
+    whose ranks send different amounts list them instead."""
     share = nbytes * (world - 1) // world
     match kind:
         case "reduce_scatter" | "all_gather":
@@ -30,8 +31,8 @@ def wire_nbytes(kind: Kind, nbytes: int, world: int) -> int:
             return 2 * share
         case "broadcast":
             return nbytes if world > 1 else 0
-        case "all_to_all":
-            raise ValueError("an all-to-all has no total size: add up its splits.")
+        case "all_to_all" | "uneven_all_gather":
+            raise ValueError(f"ranks send different amounts in {kind}: each op lists them.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,14 @@ class CommOp:
     """Elements of the whole tensor; for an all-to-all, what all ranks send together."""
     world: int
     sent: tuple[int, ...] = ()
-    """All-to-all only: elements each rank sends to others."""
+    """Where ranks differ, each one's elements: those it sends, or for an all-reduce those of its tensor."""
 
     def nbytes(self, rank: int) -> int:
         """Bytes this rank puts on the wire."""
-        if self.kind == "all_to_all":
-            return self.sent[rank] * self.dtype.itemsize
-        return wire_nbytes(self.kind, self.numel * self.dtype.itemsize, self.world)
+        numel = self.sent[rank] if self.sent else self.numel
+        if self.kind in ("all_to_all", "uneven_all_gather"):
+            return numel * self.dtype.itemsize
+        return wire_nbytes(self.kind, numel * self.dtype.itemsize, self.world)
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,13 @@ class CommSchedule:
 
     ops: tuple[CommOp, ...]
 
-    def find(self, phase: Phase, label: str) -> CommOp:
-        """The op of that phase and label."""
-        return next(op for op in self.ops if op.phase == phase and op.label == label)
+    @cached_property
+    def _by_name(self) -> dict[tuple[Phase, str], CommOp]:
+        return {(op.phase, op.label): op for op in self.ops}
+
+    def find(self, phase: Phase, label: str) -> CommOp | None:
+        """The op of that phase and label; None where nothing has to move."""
+        return self._by_name.get((phase, label))
 
     def bytes_by_collective(self, rank: int) -> dict[str, int]:
         """Bytes this rank sends in one step, per kind of collective."""
@@ -73,18 +79,41 @@ class CommSchedule:
         return dict(totals)
 
 
-def reduce_op(bucket: BucketPlan, grad_dtype: DType, world: int) -> CommOp:
+_STOCHASTIC_WIRE = DType.BF16
+
+
+def reduce_op(bucket: BucketPlan, grad_dtype: DType) -> CommOp:
     """The collective that reduces a bucket's gradient."""
-    return CommOp("reduce", bucket.reducer, bucket.label, grad_dtype, bucket.numel, world)
+    match bucket.reducer:
+        case "reduce_scatter" | "all_reduce":
+            return CommOp("reduce", bucket.reducer, bucket.label, grad_dtype, bucket.numel, bucket.world)
+        case "ordered" | "ordered_bf16":
+            sent = tuple(bucket.numel - own for own in bucket.shard_numels())
+            wire = grad_dtype if bucket.reducer == "ordered" else _STOCHASTIC_WIRE
+            return CommOp("reduce", "all_to_all", bucket.label, wire, sum(sent), bucket.world, sent)
 
 
-def publish_op(bucket: BucketPlan, dtype: DType, world: int) -> CommOp | None:
+def tie_op(bucket: BucketPlan, stages: int) -> CommOp:
+    """The sum of a tied weight's reduced gradient over the pipeline stages that hold a copy of it, shard by shard."""
+    numels = bucket.shard_numels() if bucket.num_shards > 1 else (bucket.numel,) * bucket.world
+    return CommOp("tie", "all_reduce", bucket.label, DType.FP32, max(numels), stages, numels)
+
+
+def publish_op(bucket: BucketPlan, dtype: DType) -> CommOp | None:
     """The collective that brings a bucket's replicas up to date; None where every rank updates its own."""
-    return (
-        CommOp("publish", "all_gather", bucket.label, dtype, bucket.numel, world)
-        if bucket.publisher == "all_gather"
-        else None
-    )
+    match bucket.publisher:
+        case "none":
+            return None
+        case "uneven_all_gather":
+            # In a ring every rank passes on all shards but the one its successor owns.
+            numels = bucket.shard_numels()
+            sent = tuple(bucket.numel - numels[(rank + 1) % bucket.world] for rank in range(bucket.world))
+            return CommOp("publish", "uneven_all_gather", bucket.label, dtype, bucket.numel, bucket.world, sent)
+        case "broadcast":
+            numel = sum(placement.numel for placement in bucket.placements)
+            return CommOp("publish", "broadcast", bucket.label, dtype, numel, bucket.world)
+        case "all_gather":
+            return CommOp("publish", "all_gather", bucket.label, dtype, bucket.numel, bucket.world)
 
 
 def stats_op(numel: int, world: int) -> CommOp:
@@ -105,26 +134,30 @@ def build_schedule(
     buffers: Sequence[BufferPlan],
     works: Sequence[WorkPlan],
     *,
-    world: int,
+    ranks: int,
+    stages_by_tie: Mapping[str, int],
     grad_dtype: DType,
     stats_numel: int,
     wire_dtypes: Mapping[tuple[str, int], DType],
 ) -> CommSchedule:
-    """The schedule of a step. `wire_dtypes` says how each (domain, cohort) travels."""
+    """The schedule of a step. `wire_dtypes` says how each (domain, cohort) travels; `ranks` take part in the stats."""
     pairs = sorted(
         ((bucket, buffer.key) for buffer in buffers for bucket in buffer.buckets), key=lambda pair: pair[0].index
     )
     bucket_by_index = {bucket.index: bucket for bucket, _ in pairs}
-    ops = [reduce_op(bucket, grad_dtype, world) for bucket, _ in pairs]
-    ops.append(stats_op(stats_numel, world))
+    ops = [reduce_op(bucket, grad_dtype) for bucket, _ in pairs]
+    ops.extend(tie_op(bucket, stages_by_tie[bucket.tie]) for bucket, _ in pairs if bucket.tie)
+    ops.append(stats_op(stats_numel, ranks))
     for work in works:
         totals = sent_numel(work, bucket_by_index)
         for phase, cohort in pipelined(work.num_cohorts):
             sent = totals[cohort][0 if phase == "exchange" else 1]
+            if not any(sent):
+                continue  # home == owner everywhere: there is no such collective
             dtype = wire_dtypes[work.domain, cohort]
             ops.append(
                 CommOp(phase, "all_to_all", f"{work.domain} cohort {cohort}", dtype, sum(sent), work.world, tuple(sent))
             )
-    published = (publish_op(bucket, key.dtype, world) for bucket, key in pairs)
+    published = (publish_op(bucket, key.dtype) for bucket, key in pairs)
     ops.extend(op for op in published if op is not None)
     return CommSchedule(tuple(ops))

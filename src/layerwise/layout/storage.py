@@ -1,8 +1,15 @@
-"""The storage plan: buffers cut into buckets, buckets into equal shards, shards into spans of params.
+"""The storage plan: buffers cut into buckets, buckets into shards, shards into spans of params.
 
-Params lie in backward order (reverse registration), each on a 64-element border, so that a bucket fills while backward
-runs and its reduction can start early. In `flat` a shard border may fall anywhere inside a param: nothing is padded but
-the end of each bucket.
+Params of a buffer are cut into buckets in backward order (reverse registration), so that a bucket fills while backward
+runs and its reduction can start early. What a layout decides is how a bucket is cut into shards:
+
+* `flat`: equal shards, borders anywhere. Nothing is padded but the end of each bucket.
+* `padded`: equal shards, every param whole in one of them; `layout/packing.py` says which.
+* `compact`: nothing padded. Every param has an owner, a bucket holds its owners' params one owner after the other, and
+  shards are as uneven as that makes them.
+* `replicated`: one shard, which every rank holds.
+
+All of them are borders in a bucket. The rest of the engine knows nothing else about them.
 """
 
 from __future__ import annotations
@@ -11,9 +18,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from layerwise.dtypes import DType
+from layerwise.layout.cost import newton_schulz_cost
+from layerwise.layout.ownership import owners_of
+from layerwise.layout.packing import Packing, PackItem, pack
 from layerwise.routing.defaults import Family
 from layerwise.routing.geometry import ceil_to
 from layerwise.routing.rules import Route
@@ -27,9 +38,36 @@ BUCKET_ALIGNMENT = 128
 """A bucket's length is a multiple of lcm(shards, 128), so that shards are equal and start on whole cache lines for the
 usual counts."""
 
-Layout = Literal["flat", "replicated"]
-LAYOUTS: tuple[Layout, ...] = ("flat", "replicated")
-"""The storage plans the engine executes."""
+Layout = Literal["flat", "padded", "compact", "replicated", "padded:reference", "padded:reference-numel"]
+LAYOUTS: tuple[Layout, ...] = (
+    "flat",
+    "padded",
+    "compact",
+    "replicated",
+    "padded:reference",
+    "padded:reference-numel",
+)
+"""The storage plans the engine executes. The last two pack as Megatron-LM does, now and before, for comparison."""
+
+Reducer = Literal["collective", "ordered", "ordered_bf16"]
+REDUCERS: tuple[Reducer, ...] = ("collective", "ordered", "ordered_bf16")
+"""How gradients are summed over ranks. collective: by reduce-scatter or all-reduce, whichever the layout needs.
+ordered: all-to-all, then a sum in fp32 in the order of ranks, whose bits depend on neither layout nor algorithm.
+ordered_bf16: the same with bf16 on the wire, rounded stochastically."""
+
+ParamSync = Literal["gather", "broadcast"]
+PARAM_SYNCS: tuple[ParamSync, ...] = ("gather", "broadcast")
+"""How new weights reach all ranks. broadcast sends every span on its own: slow, obvious, for comparison."""
+
+GRAD_SLOTS = 2
+"""Full-size gradients that are kept per buffer where gradients are released once reduced: one fills while the one
+before is on its way."""
+
+_PACKINGS: dict[Layout, Packing] = {
+    "padded": "best",
+    "padded:reference": "reference",
+    "padded:reference-numel": "reference-numel",
+}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,13 +75,15 @@ class BufferKey:
     """What params of one buffer have in common."""
 
     domain: str
+    chunk: int
     family: Family
     dtype: DType
     layout: Layout
 
     @property
     def label(self) -> str:
-        return f"{self.domain}/{self.family}/{self.dtype}/{self.layout}"
+        chunk = f"chunk {self.chunk}/" if self.chunk else ""
+        return f"{self.domain}/{chunk}{self.family}/{self.dtype}/{self.layout}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +115,10 @@ class Span:
         return slice(self.shard_offset, self.shard_offset + self.numel)
 
 
+ReduceKind = Literal["reduce_scatter", "all_reduce", "ordered", "ordered_bf16"]
+PublishKind = Literal["all_gather", "uneven_all_gather", "broadcast", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """A slice of a buffer that is communicated together. Its collectives come from its own fields, never from a global
@@ -83,17 +127,22 @@ class BucketPlan:
     index: int
     """Position in the order in which all buckets of the model are reduced."""
     buffer: int
+    domain: str
+    world: int
+    """Ranks of its domain."""
     offset: int
     """Start in its buffer, in elements."""
     numel: int
     num_shards: int
-    reducer: Literal["reduce_scatter", "all_reduce"]
-    publisher: Literal["all_gather", "none"]
+    borders: tuple[int, ...]
+    """Where each shard starts, and the end; empty where all shards are equal."""
+    whole: bool
+    """Every param lies whole in one shard, whose rank is home to its matrices."""
+    reducer: ReduceKind
+    publisher: PublishKind
     placements: tuple[Placement, ...]
-
-    @property
-    def shard_numel(self) -> int:
-        return self.numel // self.num_shards
+    tie: str = ""
+    """Name of the tie, where the bucket is the copy of a weight that lives on another pipeline stage too."""
 
     @property
     def label(self) -> str:
@@ -103,9 +152,25 @@ class BucketPlan:
         """Which shard a rank holds; where nothing is sharded every rank holds shard 0."""
         return rank if self.num_shards > 1 else 0
 
+    def shard_start(self, shard: int) -> int:
+        return self.borders[shard] if self.borders else shard * (self.numel // self.num_shards)
+
+    def shard_numel(self, shard: int) -> int:
+        return self.shard_start(shard + 1) - self.shard_start(shard)
+
+    def shard_part(self, shard: int) -> slice:
+        """Where a shard lies in the bucket."""
+        return slice(self.shard_start(shard), self.shard_start(shard + 1))
+
+    def shard_numels(self) -> tuple[int, ...]:
+        """Elements of every shard."""
+        if not self.borders:
+            return (self.numel // self.num_shards,) * self.num_shards
+        return tuple(self.borders[shard + 1] - self.borders[shard] for shard in range(self.num_shards))
+
     def spans(self, shard: int) -> tuple[Span, ...]:
         """The params' intervals inside one shard, in bucket order."""
-        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        low, high = self.shard_start(shard), self.shard_start(shard + 1)
         offsets = [placement.offset for placement in self.placements]
         found = []
         for placement in self.placements[max(0, bisect_right(offsets, low) - 1) :]:
@@ -118,16 +183,20 @@ class BucketPlan:
 
     def held(self, placement: Placement, shard: int) -> tuple[int, int]:
         """The interval [start, stop) of a param's elements that lies in a shard; empty where start >= stop."""
-        start = shard * self.shard_numel - placement.offset
-        return max(start, 0), min(start + self.shard_numel, placement.numel)
+        start = self.shard_start(shard) - placement.offset
+        stop = self.shard_start(shard + 1) - placement.offset
+        return max(start, 0), min(stop, placement.numel)
 
     def shards_holding(self, placement: Placement, start: int, stop: int) -> range:
         """The shards that hold any of elements [start, stop) of a param."""
         if start >= stop:
             return range(0)
-        return range(
-            (placement.offset + start) // self.shard_numel, (placement.offset + stop - 1) // self.shard_numel + 1
-        )
+        return range(self._shard_at(placement.offset + start), self._shard_at(placement.offset + stop - 1) + 1)
+
+    def _shard_at(self, position: int) -> int:
+        if self.borders:
+            return bisect_right(self.borders, position) - 1
+        return position // (self.numel // self.num_shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,31 +224,109 @@ def default_bucket_numel(world: int) -> int:
     return max(40_000_000, 1_000_000 * world)
 
 
-def _cut(params: Iterable[ParamSpec], bucket_numel: int, num_shards: int) -> list[tuple[tuple[Placement, ...], int]]:
-    """Placements and padded length of each bucket, for params already in backward order."""
-    divisor = math.lcm(num_shards, BUCKET_ALIGNMENT)
-    buckets: list[tuple[tuple[Placement, ...], int]] = []
-    current: list[Placement] = []
-    cursor = 0
+class _Cut(NamedTuple):
+    """A bucket before it has a number."""
 
-    def close() -> None:
-        nonlocal current, cursor
-        if current:
-            buckets.append((tuple(current), ceil_to(max(cursor, 1), divisor)))
-            current, cursor = [], 0
+    placements: tuple[Placement, ...]
+    numel: int
+    num_shards: int
+    borders: tuple[int, ...] = ()
 
+
+def _chunks(params: Iterable[ParamSpec], bucket_numel: int, alignment: int) -> list[list[ParamSpec]]:
+    """Params in backward order, bucket by bucket: one is closed when it is full.
+
+    A weight tied across pipeline stages sits alone, so that its shard borders are the same on all of them whatever lies
+    around it.
+    """
+    buckets: list[list[ParamSpec]] = [[]]
+    filled = 0
     for param in params:
-        # A weight tied across pipeline stages sits alone, so that its shard borders are the same on both stages
-        # whatever lies around it.
-        if param.tied_across_stages:
-            close()
-        offset = ceil_to(cursor, PARAM_ALIGNMENT)
-        current.append(Placement(param.fqn, offset, param.numel))
+        if buckets[-1] and (filled >= bucket_numel or param.tie or buckets[-1][-1].tie):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(param)
+        filled = ceil_to(filled, alignment) + param.numel
+    return [bucket for bucket in buckets if bucket]
+
+
+def _place(params: Iterable[ParamSpec], alignment: int) -> tuple[tuple[Placement, ...], int]:
+    """The params one after the other, and where the last one ends."""
+    placements, cursor = [], 0
+    for param in params:
+        offset = ceil_to(cursor, alignment)
+        placements.append(Placement(param.fqn, offset, param.numel))
         cursor = offset + param.numel
-        if cursor >= bucket_numel or param.tied_across_stages:
-            close()
-    close()
-    return buckets
+    return tuple(placements), cursor
+
+
+def _cut_evenly(params: Sequence[ParamSpec], bucket_numel: int, num_shards: int) -> list[_Cut]:
+    divisor = math.lcm(num_shards, BUCKET_ALIGNMENT)
+    cuts = []
+    for members in _chunks(params, bucket_numel, PARAM_ALIGNMENT):
+        placements, end = _place(members, PARAM_ALIGNMENT)
+        cuts.append(_Cut(placements, ceil_to(max(end, 1), divisor), num_shards))
+    return cuts
+
+
+def _cut_whole(
+    params: Sequence[ParamSpec], bucket_numel: int, num_shards: int, routes: Mapping[str, Route], packing: Packing
+) -> list[_Cut]:
+    items = [
+        PackItem(
+            fqn=param.fqn,
+            numel=param.numel,
+            cost=sum(newton_schulz_cost(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices),
+            alone=bool(param.tie),
+        )
+        for param in params
+    ]
+    return [
+        _Cut(
+            tuple(
+                Placement(place.fqn, place.shard * bucket.shard_numel + place.offset, place.numel)
+                for place in bucket.places
+            ),
+            bucket.shard_numel * num_shards,
+            num_shards,
+        )
+        for bucket in pack(items, num_shards=num_shards, bucket_numel=bucket_numel, packing=packing)
+    ]
+
+
+def _cut_compactly(
+    params: Sequence[ParamSpec], bucket_numel: int, num_shards: int, owner_of: Mapping[str, int]
+) -> list[_Cut]:
+    cuts = []
+    for members in _chunks(params, bucket_numel, alignment=1):
+        # One owner's params lie side by side: what an owner publishes is one stretch, sent from where it lies.
+        by_owner = sorted(members, key=lambda param: owner_of[param.fqn])
+        placements, end = _place(by_owner, alignment=1)
+        loads = [0] * num_shards
+        for param in members:
+            loads[owner_of[param.fqn]] += param.numel
+        borders = tuple(accumulate(loads, initial=0)) if num_shards > 1 else ()
+        cuts.append(_Cut(placements, end, num_shards, borders))
+    return cuts
+
+
+class BufferGroup(NamedTuple):
+    """The params that will share a buffer, before it has a layout."""
+
+    domain: str
+    chunk: int
+    family: Family
+    dtype: DType
+
+
+def members_of(table: ParamTable, routes: Mapping[str, Route]) -> dict[BufferGroup, list[ParamSpec]]:
+    """The trainable params of every buffer, in backward order."""
+    members: dict[BufferGroup, list[ParamSpec]] = {}
+    for param in reversed(table.params):
+        family = routes[param.fqn].family
+        if family != "frozen":
+            members.setdefault(BufferGroup(param.domain, param.chunk, family, param.dtype), []).append(param)
+    return members
 
 
 def plan_storage(
@@ -187,53 +334,92 @@ def plan_storage(
     routes: Mapping[str, Route],
     *,
     world_by_domain: Mapping[str, int],
-    layout: Layout,
+    layout: Layout | Mapping[BufferGroup, Layout],
     bucket_numel: int | None,
+    reducer: Reducer = "collective",
+    param_sync: ParamSync = "gather",
 ) -> tuple[BufferPlan, ...]:
-    """Buffers and buckets of all trainable params."""
-    members: dict[BufferKey, list[ParamSpec]] = {}
-    backward_position: dict[str, int] = {}
-    for position, param in enumerate(reversed(table.params)):
-        family = routes[param.fqn].family
-        if family != "frozen":
-            members.setdefault(BufferKey(param.domain, family, param.dtype, layout), []).append(param)
-            backward_position[param.fqn] = position
-    cut_by_key = {}
-    for key, params in members.items():
+    """Buffers and buckets of all trainable params. `layout` is for all buffers of matrices, or one for each buffer."""
+    members = members_of(table, routes)
+    layouts = _for_all(members, layout) if isinstance(layout, str) else layout
+    keyed = {BufferKey(*group, layout=layouts[group]): params for group, params in members.items()}
+    owner_of: dict[str, int] = {}
+    for domain, world in world_by_domain.items():
+        owned = [p for key, params in keyed.items() if key.domain == domain and key.layout == "compact" for p in params]
+        owner_of.update(owners_of(owned, world))
+    cuts = {}
+    for key, params in keyed.items():
         world = world_by_domain[key.domain]
-        num_shards = world if key.layout == "flat" else 1
-        cut_by_key[key] = (num_shards, _cut(params, bucket_numel or default_bucket_numel(world), num_shards))
-    return _number_buckets(cut_by_key, backward_position)
+        size = bucket_numel or default_bucket_numel(world)
+        match key.layout:
+            case "flat":
+                cuts[key] = _cut_evenly(params, size, world)
+            case "replicated":
+                cuts[key] = _cut_evenly(params, size, 1)
+            case "compact":
+                cuts[key] = _cut_compactly(params, size, world, owner_of)
+            case _:
+                cuts[key] = _cut_whole(params, size, world, routes, _PACKINGS[key.layout])
+    return _number_buckets(cuts, table, world_by_domain, reducer, param_sync)
+
+
+def _for_all(groups: Iterable[BufferGroup], layout: Layout) -> dict[BufferGroup, Layout]:
+    """One layout for all matrices. What no matrix rule manages is stored in byte-level shards beside any of them."""
+    beside: Layout = "replicated" if layout == "replicated" else "flat"
+    return {group: layout if group.family == "matrix" else beside for group in groups}
+
+
+def _reducer_of(layout: Layout, reducer: Reducer) -> ReduceKind:
+    if reducer != "collective":
+        return reducer
+    return "all_reduce" if layout in ("compact", "replicated") else "reduce_scatter"
+
+
+def _publisher_of(layout: Layout, param_sync: ParamSync) -> PublishKind:
+    if layout == "replicated":
+        return "none"
+    if param_sync == "broadcast":
+        return "broadcast"
+    return "uneven_all_gather" if layout == "compact" else "all_gather"
 
 
 def _number_buckets(
-    cut_by_key: Mapping[BufferKey, tuple[int, Sequence[tuple[tuple[Placement, ...], int]]]],
-    backward_position: Mapping[str, int],
+    cuts: Mapping[BufferKey, Sequence[_Cut]],
+    table: ParamTable,
+    world_by_domain: Mapping[str, int],
+    reducer: Reducer,
+    param_sync: ParamSync,
 ) -> tuple[BufferPlan, ...]:
     """Number all buckets by when their last gradient is due: the one order in which every rank reduces them."""
+    position = {param.fqn: position for position, param in enumerate(reversed(table.params))}
+    tie_of = {param.fqn: param.tie for param in table if param.tie}
     due = [
-        (max(backward_position[placement.fqn] for placement in placements), key, slot)
-        for key, (_, buckets) in cut_by_key.items()
-        for slot, (placements, _) in enumerate(buckets)
+        (max(position[placement.fqn] for placement in cut.placements), key, slot)
+        for key, members in cuts.items()
+        for slot, cut in enumerate(members)
     ]
     index_by_slot = {(key, slot): index for index, (_, key, slot) in enumerate(sorted(due))}
     plans = []
-    for buffer, key in enumerate(sorted(cut_by_key)):
-        num_shards, cut = cut_by_key[key]
+    for buffer, key in enumerate(sorted(cuts)):
         buckets, offset = [], 0
-        for slot, (placements, numel) in enumerate(cut):
+        for slot, cut in enumerate(cuts[key]):
             buckets.append(
                 BucketPlan(
                     index=index_by_slot[key, slot],
                     buffer=buffer,
+                    domain=key.domain,
+                    world=world_by_domain[key.domain],
                     offset=offset,
-                    numel=numel,
-                    num_shards=num_shards,
-                    reducer="reduce_scatter" if key.layout == "flat" else "all_reduce",
-                    publisher="all_gather" if key.layout == "flat" else "none",
-                    placements=placements,
+                    numel=cut.numel,
+                    num_shards=cut.num_shards,
+                    borders=cut.borders,
+                    whole=key.layout in ("compact", *_PACKINGS),
+                    reducer=_reducer_of(key.layout, reducer),
+                    publisher=_publisher_of(key.layout, param_sync),
+                    placements=cut.placements,
+                    tie=tie_of.get(cut.placements[0].fqn, ""),
                 )
             )
-            offset += numel
+            offset += cut.numel
         plans.append(BufferPlan(index=buffer, key=key, buckets=tuple(buckets), numel=offset))
     return tuple(plans)

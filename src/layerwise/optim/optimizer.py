@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.buffers.storage import refuse_sparse
-from layerwise.comm.engine import Engine
-from layerwise.comm.groups import NO_GROUPS, agree_despite, default_world, derive_together
+from layerwise.comm.engine import Engine, Settings
+from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, default_world, derive_together
 from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
@@ -31,9 +31,19 @@ class Planned(NamedTuple):
 
     groups: tuple[GroupPlan, ...]
     norm_group_of: dict[str, str]
+    norm_group_names: tuple[str, ...]
     policy: GradientPolicy
     loss_scale: LossScale | None
     count_zeros: bool
+
+    def common_facts(self) -> dict[str, object]:
+        """What ranks of all pipeline stages must have in common."""
+        return {
+            "norm groups": list(self.norm_group_names),
+            "policy": asdict(self.policy),
+            "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
+            "count zeros": self.count_zeros,
+        }
 
     def facts(self) -> dict[str, object]:
         """The arguments as data, so that a difference between ranks can be named."""
@@ -41,13 +51,7 @@ class Planned(NamedTuple):
             {"label": f"param group {index}", "rule": group.rule.kind, **group.rule.options(), "fqns": list(group.fqns)}
             for index, group in enumerate(self.groups)
         ]
-        return {
-            "groups": groups,
-            "norm groups": self.norm_group_of,
-            "policy": asdict(self.policy),
-            "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
-            "count zeros": self.count_zeros,
-        }
+        return {**self.common_facts(), "groups": groups, "norm groups": self.norm_group_of}
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -99,7 +103,12 @@ class Optimizer(torch.optim.Optimizer):
             "optimizer arguments",
             lambda: Planned(
                 groups=plan_groups(self._engine.plan, matrix=matrix, other=other),
-                norm_group_of=assign_norm_groups(self._engine.plan, dict(norm_groups or {})),
+                norm_group_of=assign_norm_groups(
+                    self._engine.plan,
+                    dict(norm_groups or {}),
+                    {fqn for fqns in self._engine.roster.fqns for fqn in fqns},
+                ),
+                norm_group_names=tuple(norm_groups or ()),
                 policy=GradientPolicy(
                     clip_grad_norm=clip_grad_norm,
                     clip=clip,
@@ -112,17 +121,19 @@ class Optimizer(torch.optim.Optimizer):
             ),
             Planned.facts,
         )
+        # Clipping and skipping are decided by every rank for itself, from the same numbers: by the same rules too.
+        agree(self._engine.groups, "optimizer arguments", planned.common_facts(), across_stages=True)
         self._groups, self._policy = planned.groups, planned.policy
         self._scaler = LossScaler(planned.loss_scale) if planned.loss_scale is not None else None
-        self._stats_pass = StatsPass(
-            self._engine.storage, self._engine.communicator, planned.norm_group_of, zeros=count_zeros
-        )
+        self._stats_pass = StatsPass(self._engine, planned.norm_group_of, planned.norm_group_names, zeros=count_zeros)
         self._exchange = matrix.is_matrix_rule
         self._wire_dtypes = _wire_dtypes(self._engine, self._groups)
         self._sealed = False
         super().__init__([group.as_param_group(self._engine.storage.params) for group in self._groups], {})
         self._sealed = True
-        self._update = Update(self._engine, self._groups, planned.norm_group_of, self.schedule, self._exchange)
+        self._update = Update(
+            self._engine, self._groups, planned.norm_group_of, self.schedule, self._wire_dtypes, self._exchange
+        )
         self._planned_ns_dtypes = self._ns_dtypes()
         for fqn, tensors in self._update.state_by_fqn().items():
             self.state[self._engine.storage.params[fqn]] = tensors
@@ -156,14 +167,14 @@ class Optimizer(torch.optim.Optimizer):
             self._collect_gradients()
         self._engine.storage.pull_changed_params()
         problem = self._preflight()
-        divisor = self._engine.groups.world * (self._scaler.scale if self._scaler is not None else 1.0)
+        divisor = self._engine.plan.world * (self._scaler.scale if self._scaler is not None else 1.0)
         try:
             totals = self._reduce(repr([self._settings(), problem]), divisor)
             self._check_agreement(totals, problem)
             self._finish(totals, divisor)
         finally:
             self._engine.reducer.reset()
-            self._engine.communicator.reset_counters()
+            self._engine.sent_nbytes.clear()
             self._loss_was_scaled = False
         return loss
 
@@ -171,13 +182,20 @@ class Optimizer(torch.optim.Optimizer):
         """Finish the reductions and take the statistics; again for buckets that were reduced too early on any rank."""
         reducer = self._engine.reducer
         missing = reducer.finish()
-        self._update.widen()
         totals = self._stats_pass.reduce(missing=missing, late=reducer.late, settings=settings, divisor=divisor)
         if totals.late:
-            reducer.reduce_again(totals.late)
-            self._update.widen()
+            reducer.reduce_again(self._here(totals.late))
             totals = self._stats_pass.reduce(missing=missing, late=reducer.late, settings=settings, divisor=divisor)
         return totals
+
+    def _here(self, late: Collection[tuple[int, str]]) -> set[str]:
+        """Late params of this stage, and copies here of a tied weight that was late elsewhere."""
+        roster, mine = self._engine.roster, self._engine.groups.stage
+        found = {fqn for stage, fqn in late if stage == mine}
+        for copies in roster.copies.values():
+            if mine in copies and any((stage, fqn) in late for stage, fqn in copies.items()):
+                found.add(copies[mine])
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a backward that failed half way. Call it on every rank, after all of them or
@@ -287,7 +305,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_agreement(self, totals: Totals, problem: Exception | None) -> None:
         """Raise on every rank if any of them has a problem or other settings, or if a gradient that must be there is
         not."""
-        world = self._engine.groups.world
+        world = self._engine.plan.world
         if not totals.consistent:
             agree_despite(self._engine.groups, "optimizer settings", problem, self._settings())
             raise PlanMismatchError(
@@ -317,8 +335,8 @@ class Optimizer(torch.optim.Optimizer):
             step=self._step_count,
             skipped=bool(reason),
             skip_reason=reason,
-            loss_scale=divisor / self._engine.groups.world,
-            bytes_by_collective=dict(self._engine.communicator.sent_nbytes),
+            loss_scale=divisor / self._engine.plan.world,
+            bytes_by_collective=dict(self._engine.sent_nbytes),
         )
         if totals.nonfinite and self._policy.nonfinite == "raise":
             raise NonFiniteError(
@@ -363,18 +381,8 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
             "Wrap it: layerwise.DataParallel(module)."
         )
-    return Engine(
-        model,
-        NO_GROUPS,
-        layout="flat",
-        rules=rules,
-        strict=strict,
-        bucket_mib=None,
-        grad_dtype=torch.float32,
-        overlap_grad_reduce=False,
-        check_collectives=False,
-        hooked=False,
-    )
+    settings = Settings(layout="flat", rules=rules, strict=strict, overlap_grad_reduce=False)
+    return Engine((model,), NO_GROUPS, settings, hooked=False)
 
 
 def _wire_dtypes(engine: Engine, groups: tuple[GroupPlan, ...]) -> dict[tuple[str, int], DType]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerwise.buffers.storage import Storage
-from layerwise.comm.collectives import Communicator
+from layerwise.comm.engine import Engine
 from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import count_zeros, square_sums
 from layerwise.layout.plan import Plan
@@ -58,8 +57,8 @@ class Totals:
     num_zeros: int | None
     missing: Mapping[str, int]
     nonfinite: tuple[str, ...]
-    late: tuple[int, ...]
-    """Buckets that got a gradient on some rank after their reduction: they have to be reduced again, by all."""
+    late: frozenset[tuple[int, str]]
+    """(stage, fqn) of params that got a gradient on some rank after their reduction: it has to be reduced too, by all."""
     nothing_arrived: bool
     """No param has a gradient on any rank."""
     consistent: bool
@@ -72,8 +71,11 @@ class Totals:
         return math.sqrt(sum(self.square_sums[name] for name in names)) / self.divisor
 
 
-def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str]) -> dict[str, str]:
-    """The norm group of every trainable param: the first named group whose glob matches, else its family."""
+def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str], everywhere: Collection[str]) -> dict[str, str]:
+    """The norm group of every trainable param: the first named group whose glob matches, else its family.
+
+    `everywhere` has the trainable params of all pipeline stages: a group may have members on another one only.
+    """
     for name in norm_groups:
         if name in ("matrix", "other"):
             raise ValueError(
@@ -81,9 +83,9 @@ def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str]) -> dict[str, 
             )
     trainable = [param.fqn for param in plan.table if plan.routes[param.fqn].family != "frozen"]
     for name, pattern in norm_groups.items():
-        if not any(fnmatchcase(fqn, pattern) for fqn in trainable):
+        if not any(fnmatchcase(fqn, pattern) for fqn in everywhere):
             raise ValueError(
-                f"norm group {name!r} ({pattern!r}) matches no trainable param." + did_you_mean(pattern, trainable)
+                f"norm group {name!r} ({pattern!r}) matches no trainable param." + did_you_mean(pattern, everywhere)
             )
     return {
         fqn: next((name for name, pattern in norm_groups.items() if fnmatchcase(fqn, pattern)), plan.routes[fqn].family)
@@ -96,32 +98,45 @@ class _Parts(NamedTuple):
 
     groups: Tensor  # squared sums, one per norm group
     zeros: Tensor  # one count
-    words: Tensor  # hash of the settings
+    words: Tensor  # hash of the settings, one for every pipeline stage
     squared_words: Tensor
-    late: Tensor  # one count per bucket
-    missing: Tensor  # one count per param
-    nonfinite: Tensor  # one count per param
+    late: Tensor  # one count per param of any stage
+    missing: Tensor  # likewise
+    nonfinite: Tensor  # likewise
 
 
 class StatsPass:
-    """Collects and reduces the statistics of one step's gradients."""
+    """Collects and reduces the statistics of one step's gradients, over all ranks of all stages and domains.
+
+    Every element of every gradient is counted once: by the rank that holds it, by the first of a domain where all of
+    its ranks do, and by the first stage where several have a copy of the weight.
+    """
 
     def __init__(
-        self, storage: Storage, communicator: Communicator, group_of: Mapping[str, str], *, zeros: bool
+        self, engine: Engine, group_of: Mapping[str, str], named_groups: Collection[str], *, zeros: bool
     ) -> None:
-        self._communicator = communicator
+        storage, groups = engine.storage, engine.groups
+        self._communicator = engine.everyone
         self._zeros = zeros
-        self.names = sorted({"matrix", "other", *group_of.values()})
-        self._fqns = sorted(group_of)
-        position = {fqn: index for index, fqn in enumerate(self._fqns)}
+        self._stage = groups.stage
+        self._stage_sizes = [len(ranks) for ranks in groups.stages]
+        self.names = sorted({"matrix", "other", *named_groups})
+        self._entries = [(stage, fqn) for stage, fqns in enumerate(engine.roster.fqns) for fqn in sorted(fqns)]
+        position = {fqn: index for index, (stage, fqn) in enumerate(self._entries) if stage == self._stage}
+        self._position = position
         slot = {name: index for index, name in enumerate(self.names)}
-        # Where nothing is sharded every rank holds the same gradient: only the first one counts it.
-        counted = [bucket for bucket in storage.buckets if bucket.plan.num_shards > 1 or communicator.rank == 0]
-        pairs = [(bucket, span) for bucket in counted for span in bucket.spans]
+        first_stage = {tie: min(copies) for tie, copies in engine.roster.copies.items()}
+        pairs = [
+            (bucket, span)
+            for bucket in storage.buckets
+            if (bucket.plan.num_shards > 1 or storage.ranks[bucket.plan.domain] == 0)
+            and first_stage.get(bucket.plan.tie, self._stage) == self._stage
+            for span in bucket.spans
+        ]
         self._spans = [bucket.work[span.part] for bucket, span in pairs]
         self._device = storage.buckets[0].work.device
-        self._num_buckets = len(storage.buckets)
-        self._sizes = [len(self.names), 1, _NUM_WORDS, _NUM_WORDS, self._num_buckets, len(self._fqns), len(self._fqns)]
+        num_words, num_entries = _NUM_WORDS * len(groups.stages), len(self._entries)
+        self._sizes = [len(self.names), 1, num_words, num_words, num_entries, num_entries, num_entries]
         self._slots = torch.tensor(
             [slot[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
@@ -136,11 +151,12 @@ class StatsPass:
     def op(self) -> CommOp:
         return stats_op(self.numel, self._communicator.world)
 
-    def reduce(self, *, missing: frozenset[str], late: frozenset[int], settings: str, divisor: float) -> Totals:
+    def reduce(self, *, missing: frozenset[str], late: Collection[str], settings: str, divisor: float) -> Totals:
         """One pass over sums of gradients, one all-reduce, one read-back.
 
         Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is
-        too, on any number of ranks. `settings` describes everything that all ranks must have in common at this step.
+        too, on any number of ranks. `settings` describes everything that all ranks of a stage must have in common at
+        this step.
         """
         vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
         parts = self._parts(vector)
@@ -149,34 +165,47 @@ class StatsPass:
         if self._zeros:
             parts.zeros.add_(count_zeros(self._spans))
         words = torch.tensor(_words(settings), dtype=torch.float64, device=self._device)
-        parts.words.copy_(words)
-        parts.squared_words.copy_(words.square())
-        parts.late.copy_(
-            torch.tensor([float(index in late) for index in range(self._num_buckets)], dtype=torch.float64)
-        )
-        parts.missing.copy_(torch.tensor([float(fqn in missing) for fqn in self._fqns], dtype=torch.float64))
+        mine = slice(self._stage * _NUM_WORDS, (self._stage + 1) * _NUM_WORDS)
+        parts.words[mine] = words
+        parts.squared_words[mine] = words.square()
+        parts.late.copy_(self._flags(late))
+        parts.missing.copy_(self._flags(missing))
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
         return self._read(self._parts(vector.cpu()), divisor)
+
+    def _flags(self, fqns: Collection[str]) -> Tensor:
+        """A one for each of these params of this stage."""
+        flags = torch.zeros(len(self._entries), dtype=torch.float64)
+        flags[[self._position[fqn] for fqn in fqns]] = 1.0
+        return flags
 
     def _parts(self, vector: Tensor) -> _Parts:
         return _Parts(*torch.split(vector, self._sizes))
 
     def _read(self, parts: _Parts, divisor: float) -> Totals:
-        # All ranks sent the same word exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from reduced
-        # values.
-        same = parts.squared_words * self._communicator.world == parts.words.square()
-        nothing = bool((parts.missing == self._communicator.world).all())
+        # All ranks of a stage sent the same word exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike
+        # from reduced values.
+        sizes = torch.tensor(self._stage_sizes, dtype=torch.float64).repeat_interleave(_NUM_WORDS)
+        same = parts.squared_words * sizes == parts.words.square()
+        missing = {entry: int(count) for entry, count in zip(self._entries, parts.missing.tolist(), strict=True)}
         return Totals(
             square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
             num_zeros=int(parts.zeros) if self._zeros else None,
-            missing={fqn: int(count) for fqn, count in zip(self._fqns, parts.missing.tolist(), strict=True) if count},
-            nonfinite=tuple(fqn for fqn, count in zip(self._fqns, parts.nonfinite.tolist(), strict=True) if count),
-            late=tuple(index for index, count in enumerate(parts.late.tolist()) if count),
-            nothing_arrived=nothing,
+            missing={self._name(entry): count for entry, count in missing.items() if count},
+            nonfinite=tuple(self._name(entry) for entry in self._counted(parts.nonfinite)),
+            late=frozenset(self._counted(parts.late)),
+            nothing_arrived=all(count == self._stage_sizes[stage] for (stage, _), count in missing.items()),
             consistent=bool(same.all()),
             divisor=divisor,
         )
+
+    def _counted(self, counts: Tensor) -> list[tuple[int, str]]:
+        return [entry for entry, count in zip(self._entries, counts.tolist(), strict=True) if count]
+
+    def _name(self, entry: tuple[int, str]) -> str:
+        stage, fqn = entry
+        return fqn if len(self._stage_sizes) == 1 else f"{fqn} of stage {stage}"
 
 
 def _words(text: str) -> list[int]:

@@ -12,6 +12,7 @@ from layerwise.buffers.storage import Bucket
 from layerwise.comm.engine import Engine
 from layerwise.comm.exchanger import Batch, Cohort
 from layerwise.config.rules import update_scale
+from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
 from layerwise.layout.schedule import CommSchedule, pipelined
 from layerwise.optim.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, state_names
@@ -60,6 +61,7 @@ class Update:
         groups: Sequence[GroupPlan],
         norm_group_of: Mapping[str, str],
         schedule: CommSchedule,
+        wire_dtypes: Mapping[tuple[str, int], DType],
         exchange: bool,
     ) -> None:
         self._engine = engine
@@ -78,7 +80,15 @@ class Update:
                 self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append(bucket.work[span.part])
         self._cohorts = [
             [
-                Cohort(engine.storage, engine.communicator, schedule, work, cohort, self._group_of)
+                Cohort(
+                    engine.storage,
+                    engine.communicators[work.domain],
+                    schedule,
+                    work,
+                    cohort,
+                    self._group_of,
+                    wire_dtypes[work.domain, cohort],
+                )
                 for cohort in range(work.num_cohorts)
             ]
             for work in (engine.plan.works if exchange else ())
@@ -101,12 +111,6 @@ class Update:
             for kind in sorted(rules):
                 for name in state_names(kind):
                     bucket.state.setdefault(name, torch.zeros_like(bucket.master))
-
-    def widen(self) -> None:
-        """Bring reduced gradients to fp32, where they are not."""
-        for bucket in self._buckets:
-            if bucket.work.data_ptr() != bucket.grad_shard.data_ptr():
-                bucket.work.copy_(bucket.grad_shard)
 
     def apply(self, options: Sequence[Options], divisor: float, coefficients: Mapping[str, float], step: int) -> None:
         """Average, clip, then update the masters of every group; `options` are the live param groups.

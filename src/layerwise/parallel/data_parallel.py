@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.engine import Engine
-from layerwise.comm.groups import all_ranks
+from layerwise.buffers.storage import refuse_sparse
+from layerwise.comm.engine import Engine, Settings
+from layerwise.comm.groups import Mesh, all_ranks, arranged, check_mesh, derive_together
+from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
+from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.routing.rules import RouteRule
 
 
@@ -21,12 +24,21 @@ class DataParallel(nn.Module):
     from there.
 
     Args:
-        module: the model. Its params are re-pointed at flat buffers: move and convert it before wrapping.
-        layout: where optimizer state lives. "flat" shards it evenly, "replicated" keeps all of it everywhere,
-            "auto" chooses.
+        module: the model, or a list of the pipeline chunks that this rank holds; call chunks directly then. Its params
+            are re-pointed at flat buffers: move and convert it before wrapping.
+        layout: where optimizer state lives: "flat", "padded", "compact", "replicated", or "auto", which chooses for
+            every buffer; `plan.describe()` says what and why. "padded:reference" packs as Megatron-LM does.
         rules: routing rules that come before the defaults; see `RouteRule`.
         strict: refuse a param of two or more dims that only a fallback rule explains.
-        mesh: reserved for sharded models; None means that all ranks are data parallel.
+        mesh: a DeviceMesh over all ranks with dims out of "pp", "dp" and "ep": dense params are copied over dp and ep,
+            expert params (which modules name in `param_domains()`) over dp, and pp counts pipeline stages. None means
+            that all ranks are data parallel.
+        ties: weights of which another pipeline stage holds a copy: name of the tie -> fqn of the copy here.
+        reducer: how gradients are summed: "collective" as the layout needs, "ordered" in fp32 in the order of ranks,
+            so that bits do not depend on the layout, "ordered_bf16" likewise with bf16 on the wire, rounded
+            stochastically.
+        param_sync: "gather", or "broadcast", which sends every piece on its own: slow, to compare with.
+        shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
         overlap_grad_reduce: reduce full buckets while backward goes on.
         overlap_param_gather: gather params during the next forward instead of in `step()`; not built yet.
         bucket_mib: size of gradient buckets; None takes 40 M elements, or more on many ranks.
@@ -36,40 +48,47 @@ class DataParallel(nn.Module):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Sequence[nn.Module],
         *,
         layout: str = "auto",
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
-        mesh: object | None = None,
+        mesh: Mesh | None = None,
+        ties: Mapping[str, str] | None = None,
+        reducer: Reducer = "collective",
+        param_sync: ParamSync = "gather",
+        shard_grads: bool = False,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
         bucket_mib: float | None = None,
         grad_dtype: torch.dtype = torch.float32,
         check_collectives: bool = False,
     ) -> None:
-        if isinstance(module, DataParallel):
-            raise TypeError("module is a DataParallel already: wrap a model once.")
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be an nn.Module, got {type(module).__name__}.")
-        if mesh is not None:
-            raise NotImplementedError("mesh is not built yet: pass None, which makes all ranks data parallel.")
-        if overlap_param_gather:
-            raise NotImplementedError(
-                "overlap_param_gather is not built yet: leave it False, params are gathered at the end of step()."
-            )
+        everyone = all_ranks()
+        derive_together(
+            everyone,
+            "arguments",
+            lambda: _check_arguments(module, mesh, ties, overlap_param_gather),
+            lambda _: {"mesh": _describe_mesh(mesh), "check_collectives": bool(check_collectives)},
+        )
         super().__init__()
-        self.module = module
+        self.module = module if isinstance(module, nn.Module) else nn.ModuleList(module)
         self.engine = Engine(
-            module,
-            all_ranks(),
-            layout=layout,
-            rules=rules,
-            strict=strict,
-            bucket_mib=bucket_mib,
-            grad_dtype=grad_dtype,
-            overlap_grad_reduce=overlap_grad_reduce,
-            check_collectives=check_collectives,
+            (module,) if isinstance(module, nn.Module) else tuple(module),
+            arranged(everyone, mesh, checked=check_collectives),
+            Settings(
+                layout=layout,
+                rules=rules,
+                strict=strict,
+                bucket_mib=bucket_mib,
+                grad_dtype=grad_dtype,
+                reducer=reducer,
+                param_sync=param_sync,
+                shard_grads=shard_grads,
+                ties=dict(ties or {}),
+                overlap_grad_reduce=overlap_grad_reduce,
+                check_collectives=check_collectives,
+            ),
             hooked=True,
         )
         self.engine.spread_from_first()
@@ -83,16 +102,27 @@ class DataParallel(nn.Module):
         return self.engine.plan
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return self.module(*args, **kwargs)
+        if len(self.engine.chunks) > 1:
+            raise StateError(
+                f"the model is {len(self.engine.chunks)} chunks: there is no forward through all of them here. Call "
+                "model.module[i], or hand the chunks to a pipeline schedule."
+            )
+        return self.engine.chunks[0](*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards in here are only accumulated; the first backward outside reduces the sum."""
+        """Gradients of backwards in here are only accumulated; the first backward outside reduces the sum.
+
+        With `shard_grads` there is no room to accumulate them whole: they are reduced by the end of the block, and the
+        sums accumulate. Every rank has to enter as many blocks then.
+        """
         before, self._sync = self._sync, False
         try:
             yield
         finally:
             self._sync = before
+        if before:
+            self.engine.reducer.end_round()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as `optimizer.zero_grad()` does."""
@@ -112,10 +142,7 @@ class DataParallel(nn.Module):
             grad, param.grad = param.grad, None
             if grad is None:
                 return
-            if grad.is_sparse:
-                raise TypeError(
-                    f"param {fqn!r} has a sparse gradient: buckets are dense. Use sparse=False on its module."
-                )
+            refuse_sparse(fqn, grad)
             self.engine.reducer.write(fqn, grad, sync=self._sync)
 
         return hook
@@ -127,3 +154,30 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         raise TypeError("a DataParallel cannot be pickled: save model.module.state_dict() instead.")
+
+
+def _check_arguments(module: object, mesh: object, ties: Mapping[str, str] | None, overlap_param_gather: bool) -> None:
+    """What is wrong with the arguments themselves, before anything is built from them."""
+    if isinstance(module, DataParallel):
+        raise TypeError("module is a DataParallel already: wrap a model once.")
+    if not isinstance(module, nn.Module):
+        if not isinstance(module, Sequence) or not all(isinstance(chunk, nn.Module) for chunk in module):
+            raise TypeError(f"module must be an nn.Module or a list of them, got {type(module).__name__}.")
+        if not module:
+            raise ValueError("module is an empty list: expected the chunks of the model that this rank holds.")
+    check_mesh(mesh)
+    if ties and "pp" not in (_describe_mesh(mesh) or {}):
+        raise ValueError(
+            f"ties={dict(ties)} without pipeline stages: expected a mesh with a dim 'pp'. A weight shared within one model "
+            "is one tensor and needs no tie."
+        )
+    if overlap_param_gather:
+        raise NotImplementedError(
+            "overlap_param_gather is not built yet: leave it False, params are gathered at the end of step()."
+        )
+
+
+def _describe_mesh(mesh: object) -> dict[str, int] | None:
+    if not isinstance(mesh, Mesh):
+        return None
+    return dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))

@@ -8,6 +8,7 @@ engine knows one case.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from layerwise.routing.geometry import Box, collapse, flat_index, interval_boxes
 from layerwise.routing.spec import ModuleKind, ParamSpec
@@ -101,18 +102,25 @@ def matrices_of(param: ParamSpec, split: Split | None = None) -> tuple[Matrix, .
             f"param {param.fqn!r} has shape {param.shape}: {misfit} Fix matrix_splits() of its module or the rule that "
             "matched it."
         )
-    found = []
-    for index, part in enumerate(chosen.parts()):
-        grid, box = collapse(chosen.grid, part.box)
-        found.append(
-            Matrix(
-                fqn=param.fqn,
-                index=index,
-                rows=part.rows,
-                cols=part.cols,
-                grid=grid,
-                box=box,
-                transposed=chosen.transposed,
+    # Entries of a stack are one another's copies, moved on: the boxes of the first are enough to make all of them.
+    entries = chosen.grid[0] if chosen.roles[0] == "a" else 1
+    parts = list(islice(chosen.parts(), chosen.num_parts // entries))
+    collapsed = [collapse(chosen.grid, part.box) for part in parts]
+    is_transposed = chosen.transposed
+    found: list[Matrix] = []
+    for entry in range(entries):
+        for part, (grid, first) in zip(parts, collapsed, strict=True):
+            shift = entry * (grid[0] // entries)
+            box = Box((first.starts[0] + shift, *first.starts[1:]), (first.stops[0] + shift, *first.stops[1:]))
+            found.append(
+                Matrix(
+                    fqn=param.fqn,
+                    index=len(found),
+                    rows=part.rows,
+                    cols=part.cols,
+                    grid=grid,
+                    box=box,
+                    transposed=is_transposed,
+                )
             )
-        )
     return tuple(found)

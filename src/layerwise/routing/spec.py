@@ -12,6 +12,10 @@ from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
 from layerwise.routing.split import Split
 
+DENSE, EXPERT = "dense", "expert"
+DOMAINS = (DENSE, EXPERT)
+"""The sets of ranks that hold copies of the same params: all data-parallel ranks, or those with the same experts."""
+
 
 class ModuleKind(StrEnum):
     """What kind of module holds a param directly; found by its type or what its class is called, never by its own
@@ -54,10 +58,13 @@ class ParamSpec:
     """How it breaks into matrices, where its module says so (fused QKV, gate and up)."""
     looks_fused: str = ""
     """The name by which a weight seems to be several in one, where nobody says how it splits."""
-    domain: str = "dense"
+    domain: str = DENSE
     """Name of the set of ranks that hold copies of this param."""
-    tied_across_stages: bool = False
-    """The same weight lives on another pipeline stage, so its shard borders must not depend on its neighbours."""
+    tie: str = ""
+    """Name of the tie, where the same weight lives on another pipeline stage too: its shard borders and its owner must
+    then not depend on its neighbours."""
+    chunk: int = 0
+    """Which of the rank's modules it belongs to: interleaved pipelines have several."""
 
     @property
     def numel(self) -> int:

@@ -88,6 +88,12 @@ class Split:
             size == 1 for size, role in zip(self.grid, self.roles, strict=True) if role == "a"
         )
 
+    @property
+    def num_parts(self) -> int:
+        """How many matrices it makes."""
+        apart = math.prod(size for size, role in zip(self.grid, self.roles, strict=True) if role == "a")
+        return apart * max(1, len(self.blocks))
+
     def parts(self) -> Iterator[Part]:
         """The matrices, indices apart first, then blocks, in storage order."""
         apart = [axis for axis, role in enumerate(self.roles) if role == "a"]

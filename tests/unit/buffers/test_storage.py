@@ -13,7 +13,7 @@ from tests.worlds import Zoo
 
 def storage_of(module: nn.Module, *, world: int = 1, rank: int = 0, layout: str = "flat") -> Storage:
     plan = make_plan(param_table(module), world=world, layout=layout, bucket_numel=300)
-    return Storage(plan, named_trainables(module), rank)
+    return Storage(plan, named_trainables(module), {"dense": rank})
 
 
 def zoo(dtype: torch.dtype = torch.float32) -> Zoo:

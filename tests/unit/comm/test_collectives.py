@@ -67,7 +67,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Communicator], object], str]] = {
     ),
     "a strided shard": (lambda comm: comm.all_gather(op("all_gather"), ones(24)[::2], ones()), "is not contiguous"),
     "splits that miss elements": (
-        lambda comm: comm.all_to_all(op("all_to_all", sent=(12,)), ones(), ones(), [12], [11]),
+        lambda comm: comm.all_to_all(op("all_to_all", sent=(0,)), ones(), ones(), [12], [11]),
         "splits 12 and 11 do not match tensors of 12 and 12 elements",
     ),
 }

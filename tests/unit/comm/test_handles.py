@@ -15,6 +15,9 @@ class CountedWork:
         self.waits = 0
         self.fails = fails
 
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
     def wait(self) -> None:
         self.waits += 1
         if self.fails:
@@ -23,7 +26,7 @@ class CountedWork:
 
 def test_waiting_gives_the_result_and_waits_for_the_work_once() -> None:
     result, work = torch.ones(2), CountedWork()
-    assert Handle("reduce of bucket 3", result, (result,), work).wait() is result
+    assert Handle("reduce of bucket 3", result, (result,), (work,)).wait() is result
     assert work.waits == 1
 
 
@@ -37,7 +40,7 @@ def test_a_second_wait_is_an_error_that_names_the_collective() -> None:
 def test_the_source_stays_alive_until_the_wait_and_no_longer() -> None:
     result, source = torch.ones(2), torch.ones(3)
     memory = weakref.ref(source)
-    handle = Handle("gather", result, (source, result), CountedWork())
+    handle = Handle("gather", result, (source, result), (CountedWork(),))
     del source
     gc.collect()
     assert memory() is not None

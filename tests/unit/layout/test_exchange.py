@@ -27,7 +27,7 @@ def filled(case: Worked) -> Memory:
     memory: Memory = {}
     for bucket in case.buckets.values():
         for shard in range(bucket.num_shards):
-            values = [-1] * bucket.shard_numel
+            values = [-1] * bucket.shard_numel(shard)
             for span in bucket.spans(shard):
                 for step in range(span.numel):
                     values[span.shard_offset + step] = value_of(case, span.fqn, span.start + step)

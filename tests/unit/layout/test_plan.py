@@ -221,23 +221,21 @@ def test_a_route_is_found_under_an_alias() -> None:
     assert plan.route("head.weight") is plan.route("wte.weight")
 
 
-def test_auto_is_flat() -> None:
-    assert resolve_layout("auto") == "flat"
-    assert make_plan(small_table(), world=2).layout == "flat"
-
-
-@pytest.mark.parametrize("layout", ["padded", "compact"])
-def test_a_layout_that_is_not_built_says_what_is(layout: str) -> None:
-    expected = f"layout {layout!r} is not built yet. Use 'flat', which needs no padding and reduces by scatter."
-    with pytest.raises(NotImplementedError, match=re.escape(expected)):
-        small_plan(layout=layout)
+def test_auto_chooses_for_every_buffer_and_says_why() -> None:
+    assert resolve_layout("auto") == "auto"
+    plan = make_plan(small_table(), world=2)
+    assert {choice.buffer.family for choice in plan.choices} == {"matrix", "other"}
+    for choice in plan.choices:
+        buffer = next(found for found in plan.buffers if found.key.family == choice.buffer.family)
+        assert buffer.key.layout == choice.layout
+    assert "chose" in plan.describe()
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"layout": "falt"}, "layout 'falt' is unknown. Did you mean 'flat'?"),
-        ({"layout": "zero"}, "layout 'zero' is unknown. Known: auto, flat, replicated."),
+        ({"layout": "zero"}, "layout 'zero' is unknown. Known: auto, compact, flat, padded, padded:reference, padded:reference-numel, replicated."),
         ({"world": 0}, "world must be at least 1, got 0."),
         ({"bucket_numel": 0}, "the bucket size must be at least one element, got 0."),
     ],

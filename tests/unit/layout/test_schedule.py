@@ -64,8 +64,8 @@ def recomputed_bytes(plan: Plan, rank: int, stats_numel: int) -> dict[str, int]:
     for buffer in plan.buffers:
         for bucket in buffer.buckets:
             if plan.layout == "flat":
-                total["reduce_scatter"] += others * bucket.shard_numel * plan.grad_dtype.itemsize
-                total["all_gather"] += others * bucket.shard_numel * buffer.key.dtype.itemsize
+                total["reduce_scatter"] += others * bucket.shard_numel(0) * plan.grad_dtype.itemsize
+                total["all_gather"] += others * bucket.shard_numel(0) * buffer.key.dtype.itemsize
             else:
                 total["all_reduce"] += 2 * (bucket.numel * plan.grad_dtype.itemsize * others // plan.world)
     total["all_reduce"] += 2 * (stats_numel * 8 * others // plan.world)

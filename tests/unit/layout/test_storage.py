@@ -44,7 +44,7 @@ def test_spans_of_a_shard_lie_inside_it_and_apart(plan: Plan) -> None:
                 assert span.shard_offset >= cursor
                 assert span.numel > 0
                 cursor = span.shard_offset + span.numel
-            assert cursor <= bucket.shard_numel
+            assert cursor <= bucket.shard_numel(shard)
 
 
 @LIGHT
@@ -54,7 +54,7 @@ def test_a_span_is_where_its_params_place_says_it_is(plan: Plan) -> None:
         offset_by_fqn = {placement.fqn: placement.offset for placement in bucket.placements}
         for shard in range(bucket.num_shards):
             for span in bucket.spans(shard):
-                assert shard * bucket.shard_numel + span.shard_offset == offset_by_fqn[span.fqn] + span.start
+                assert shard * bucket.shard_numel(shard) + span.shard_offset == offset_by_fqn[span.fqn] + span.start
 
 
 @LIGHT
@@ -66,7 +66,7 @@ def test_params_start_on_64_and_buckets_end_on_the_lcm_of_shards_and_128(plan: P
             assert bucket.num_shards == (plan.world if plan.layout == "flat" else 1)
             assert bucket.offset == offset
             assert bucket.numel % math.lcm(bucket.num_shards, 128) == 0
-            assert bucket.shard_numel * bucket.num_shards == bucket.numel
+            assert bucket.shard_numel(0) * bucket.num_shards == bucket.numel
             assert all(placement.offset % 64 == 0 for placement in bucket.placements)
             offset += bucket.numel
         assert buffer.numel == offset
@@ -133,7 +133,7 @@ def test_a_param_tied_across_stages_is_alone_and_cut_the_same_whatever_its_neigh
         dtype=DType.BF16,
         module_kind=ModuleKind.EMBEDDING,
         module_type="Embedding",
-        tied_across_stages=True,
+        tie="embedding",
     )
     cuts = []
     # One stage has it first, the other last, as the embedding and the head of a pipeline.
@@ -149,7 +149,7 @@ def test_a_param_tied_across_stages_is_alone_and_cut_the_same_whatever_its_neigh
 @given(plans())
 def test_no_two_params_share_a_bucket_when_one_is_tied_across_stages(plan: Plan) -> None:
     for bucket in plan.buckets:
-        tied = [placement.fqn for placement in bucket.placements if plan.table.find(placement.fqn).tied_across_stages]
+        tied = [placement.fqn for placement in bucket.placements if plan.table.find(placement.fqn).tie]
         assert not tied or len(bucket.placements) == 1
 
 
@@ -177,7 +177,7 @@ def test_only_the_last_bucket_or_one_before_a_tied_param_is_below_the_bucket_siz
             last = bucket.placements[-1]
             full = last.offset + last.numel >= 300
             tied = any(
-                again.table.find(p.fqn).tied_across_stages for p in (bucket.placements[0], following.placements[0])
+                again.table.find(p.fqn).tie for p in (bucket.placements[0], following.placements[0])
             )
             assert full or tied
 

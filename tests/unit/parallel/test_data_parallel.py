@@ -29,7 +29,7 @@ def test_gradients_go_to_buckets_and_grad_stays_none() -> None:
     expected.load_state_dict(module.state_dict())
     net_loss(expected, 0, 0).backward()
     for fqn, param in expected.named_parameters():
-        assert torch.equal(model.engine.storage.grad_views[fqn], param.grad), fqn
+        assert torch.equal(model.engine.storage.grad_view(fqn), param.grad), fqn
 
 
 def test_no_sync_ends_with_its_block_even_when_that_fails_or_is_nested() -> None:

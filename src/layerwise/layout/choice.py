@@ -1,0 +1,227 @@
+"""`auto`: which layout each buffer of matrices gets, by a cost model that can be printed.
+
+A layout costs a step the bytes it puts on the wire and the Newton-Schulz of its busiest rank, and it costs memory. The
+quickest one is taken; what is nearly as quick counts as equal, and then memory decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from layerwise.dtypes import DType
+from layerwise.layout.cost import newton_schulz_flops, resolve_method
+from layerwise.layout.schedule import CommOp, build_schedule
+from layerwise.layout.storage import (
+    BufferGroup,
+    BufferPlan,
+    Layout,
+    ParamSync,
+    Reducer,
+    members_of,
+    plan_storage,
+)
+from layerwise.layout.work import EVERY_RANK, WorkPlan, plan_work
+from layerwise.routing.rules import Route
+from layerwise.routing.spec import ParamTable
+from layerwise.units import format_nbytes
+
+CANDIDATES: tuple[Layout, ...] = ("flat", "padded", "compact")
+"""What `auto` chooses from, the simplest first."""
+
+_AS_QUICK = 1.02
+"""Times within 2 % are equal: the model is not more exact than that."""
+_AS_LEAN = 1.1
+"""A layout that needs over 10 % more memory than the leanest is not chosen, however quick."""
+_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a rank can do: figures to turn bytes and FLOPs into time."""
+
+    ns_tflops: float = 400.0
+    """Newton-Schulz in bf16 as one H200 runs it: 60 % of what its largest products reach."""
+    link_gb_s: float = 45.0
+    """One 400 Gb/s network card per rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What one layout costs one buffer, on the rank for which it is worst."""
+
+    layout: Layout
+    wire_nbytes: int
+    """Bytes sent per step: reduce, exchange, return, publish."""
+    memory_nbytes: int
+    """Params, gradients, masters and momentum."""
+    imbalance: float
+    """Newton-Schulz cost of the busiest rank over the mean."""
+    wire_ms: float
+    ns_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.wire_ms + self.ns_ms
+
+    def describe(self) -> str:
+        return (
+            f"{self.layout} {self.total_ms:.1f} ms (wire {self.wire_ms:.1f}, Newton-Schulz {self.ns_ms:.1f}), "
+            f"{format_nbytes(self.memory_nbytes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The layout of one buffer, what it was compared with, and why it was taken."""
+
+    buffer: BufferGroup
+    layout: Layout
+    reason: str
+    scores: tuple[Score, ...] = ()
+
+
+def choose_layouts(
+    table: ParamTable,
+    routes: Mapping[str, Route],
+    *,
+    world_by_domain: Mapping[str, int],
+    bucket_numel: int | None,
+    reducer: Reducer,
+    param_sync: ParamSync,
+    shard_grads: bool,
+    grad_dtype: DType,
+    hardware: Hardware,
+) -> tuple[Choice, ...]:
+    """A layout for every buffer. Params that no matrix rule manages are always `flat`."""
+    choices = []
+    for group, params in members_of(table, routes).items():
+        world = world_by_domain[group.domain]
+        if group.family != "matrix" or world == 1:
+            reason = "no matrix rule manages it" if group.family != "matrix" else "its domain is one rank"
+            choices.append(Choice(buffer=group, layout="flat", reason=reason))
+            continue
+        members = ParamTable(tuple(reversed(params)))
+        # What all-reduces gradients has none to release early.
+        fitting = [layout for layout in CANDIDATES if not (shard_grads and layout == "compact")]
+        scores = tuple(
+            score(
+                layout,
+                members,
+                routes,
+                world=world,
+                bucket_numel=bucket_numel,
+                reducer=reducer,
+                param_sync=param_sync,
+                grad_dtype=grad_dtype,
+                hardware=hardware,
+            )
+            for layout in fitting
+        )
+        chosen, reason = pick(scores)
+        choices.append(Choice(buffer=group, layout=chosen.layout, reason=reason, scores=scores))
+    return tuple(choices)
+
+
+def pick(scores: Sequence[Score]) -> tuple[Score, str]:
+    """The score to take, and why."""
+    leanest = min(score.memory_nbytes for score in scores)
+    lean = [score for score in scores if score.memory_nbytes <= _AS_LEAN * leanest]
+    quickest = min(score.total_ms for score in lean)
+    equals = [score for score in lean if score.total_ms <= _AS_QUICK * quickest]
+    chosen = min(equals, key=lambda score: score.memory_nbytes)
+    others = ", ".join(score.describe() for score in scores if score is not chosen)
+    if len(equals) > 1:
+        why = "as quick as any and leanest"
+    elif len(lean) < len(scores) and any(score.total_ms < chosen.total_ms for score in scores):
+        why = "the quickest that does not waste memory"
+    else:
+        why = "the quickest"
+    return chosen, f"{why}: {chosen.describe()}; against {others}" if others else why
+
+
+def score(
+    layout: Layout,
+    table: ParamTable,
+    routes: Mapping[str, Route],
+    *,
+    world: int,
+    bucket_numel: int | None,
+    reducer: Reducer,
+    param_sync: ParamSync,
+    grad_dtype: DType,
+    hardware: Hardware,
+) -> Score:
+    """What a layout costs the params of one buffer by themselves."""
+    domain = table.params[0].domain
+    buffers = plan_storage(
+        table,
+        routes,
+        world_by_domain={domain: world},
+        layout=layout,
+        bucket_numel=bucket_numel,
+        reducer=reducer,
+        param_sync=param_sync,
+    )
+    work = plan_work(buffers, routes, domain=domain, world=world)
+    schedule = build_schedule(
+        buffers,
+        (work,),
+        ranks=1,
+        stages_by_tie=dict.fromkeys((param.tie for param in table if param.tie), 2),
+        grad_dtype=grad_dtype,
+        stats_numel=0,
+        wire_dtypes={(domain, cohort): DType.BF16 for cohort in range(work.num_cohorts)},
+    )
+    wire = most_sent(schedule.ops, world)
+    return Score(
+        layout=layout,
+        wire_nbytes=wire,
+        memory_nbytes=max(_memory(buffers, grad_dtype, world)),
+        imbalance=work.imbalance,
+        wire_ms=wire / hardware.link_gb_s / 1e6,
+        ns_ms=max(newton_schulz_loads(work)) / hardware.ns_tflops / 1e9,
+    )
+
+
+def most_sent(ops: Sequence[CommOp], world: int) -> int:
+    """Bytes that the rank of a domain which sends most sends in these collectives."""
+    total, by_rank = 0, [0] * world
+    for op in ops:
+        if len(op.sent) == world:
+            by_rank = [so_far + op.nbytes(rank) for rank, so_far in enumerate(by_rank)]
+        else:
+            total += op.nbytes(0)
+    return total + max(by_rank)
+
+
+def newton_schulz_loads(work: WorkPlan, steps: int = _STEPS, method: str = "auto") -> list[int]:
+    """FLOPs of every rank's matrices."""
+    flops_of: dict[tuple[int, int], int] = {}
+    everywhere, loads = 0, [0] * work.world
+    for item in work.items:
+        shape = item.matrix.rows, item.matrix.cols
+        if shape not in flops_of:
+            flops_of[shape] = newton_schulz_flops(*shape, steps, gram=resolve_method(method, *shape) == "gram")
+        if item.home == EVERY_RANK:
+            everywhere += flops_of[shape]
+        else:
+            loads[item.home] += flops_of[shape]
+    return [load + everywhere for load in loads]
+
+
+def _memory(buffers: Sequence[BufferPlan], grad_dtype: DType, world: int) -> list[int]:
+    """Bytes of params, gradients, masters and momentum on every rank."""
+    held = [0] * world
+    everywhere = 0
+    for buffer in buffers:
+        master = 0 if buffer.key.dtype is DType.FP32 else DType.FP32.itemsize
+        widened = 0 if grad_dtype is DType.FP32 else DType.FP32.itemsize
+        everywhere += buffer.numel * (buffer.key.dtype.itemsize + grad_dtype.itemsize)
+        for bucket in buffer.buckets:
+            each = master + widened + DType.FP32.itemsize
+            if bucket.borders:
+                held = [so_far + numel * each for so_far, numel in zip(held, bucket.shard_numels(), strict=True)]
+            else:
+                everywhere += bucket.numel // bucket.num_shards * each
+    return [so_far + everywhere for so_far in held]

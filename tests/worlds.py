@@ -415,7 +415,7 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
 
 def hash_everything(optimizer: layerwise.Optimizer) -> str:
     """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them."""
-    storage, module = optimizer._engine.storage, optimizer._engine.module
+    storage, module = optimizer._engine.storage, optimizer._engine.chunks[0]
     tensors: list[Tensor] = []
     for bucket in storage.buckets:
         tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]

@@ -59,6 +59,9 @@ def net_and_optimizer(setting: Setting) -> tuple[layerwise.DataParallel, layerwi
 def follow(rank: int, world: int, actions: Sequence[Action], setting: Setting) -> list[str]:
     """Carry out actions on a small real network; returns a hash of everything after each step, and what else was seen."""
     model, optimizer = net_and_optimizer(setting)
+    for param in model.parameters():
+        # Multiples of 2^-6: sums are exact in any order, so bits tell which gradients were added, and nothing else.
+        param.register_hook(lambda grad: (grad * 64).round() / 64)
     seen: list[str] = []
     for name, *data in actions:
         match name:

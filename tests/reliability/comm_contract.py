@@ -108,7 +108,7 @@ def _splits(comm: Communicator, rank: int) -> Attempt:
     splits = (4, 4, 4)
     mine, incoming = _values(rank), _values(rank)
     receives = (4, 6, 2) if rank == CULPRIT else splits
-    op = _op("all_to_all", numel=36, sent=(_NUMEL,) * 3)
+    op = _op("all_to_all", numel=24, sent=(8, 8, 8))
     return Attempt([mine, incoming], lambda: comm.all_to_all(op, mine, incoming, splits, receives).wait())
 
 

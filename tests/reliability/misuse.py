@@ -174,19 +174,13 @@ def _() -> Scene:
     layerwise.DataParallel(module, layout="flatt")
 
 
-@misuse("layout that is not built yet", NotImplementedError, "layout 'padded'", "Use 'flat'")
-def _() -> Scene:
-    yield (module := small())
-    layerwise.DataParallel(module, layout="padded")
-
-
 @misuse("layout that is no string", (TypeError, ValueError), "layout")
 def _() -> Scene:
     yield (module := small())
     layerwise.DataParallel(module, layout=None)
 
 
-@misuse("mesh, which is not built yet", NotImplementedError, "mesh", "pass None")
+@misuse("mesh that is none", TypeError, "mesh must be a torch DeviceMesh", "Leave it out")
 def _() -> Scene:
     yield (module := small())
     layerwise.DataParallel(module, mesh=object())

@@ -272,7 +272,7 @@ def as_json(plan: Plan, rows: Sequence[ParamRow]) -> dict[str, object]:
     return {
         "digest": plan.digest,
         "world": plan.world,
-        "layout": plan.layout,
+        "layout": plan.layout_label,
         "params": [row.to_json() for row in rows],
         "totals": {
             "params": len(rows),

@@ -75,6 +75,14 @@ class Plan:
         """The bucket of every trainable param."""
         return {placement.fqn: bucket.index for bucket in self.buckets for placement in bucket.placements}
 
+    @property
+    def layout_label(self) -> str:
+        """The layout in a word or two: what matrices got, where that was left to the cost model."""
+        if self.layout != "auto":
+            return self.layout
+        found = sorted({buffer.key.layout for buffer in self.buffers if buffer.key.family == "matrix"} or {"flat"})
+        return f"{' + '.join(found)} (auto)"
+
     def leases_grads(self, buffer: BufferPlan) -> bool:
         """Whether full gradients of a buffer live only until they are reduced."""
         return self.shard_grads and buffer.buckets[0].num_shards > 1
@@ -110,7 +118,6 @@ class Plan:
             "world": self.world,
             "worlds": dict(self.world_by_domain),
             "ranks": self.ranks,
-            "layout": self.layout,
             "grad_dtype": str(self.grad_dtype),
             "shard_grads": self.shard_grads,
             "ties": dict(self.stages_by_tie),
@@ -160,7 +167,7 @@ class Plan:
     def describe(self) -> str:
         """The plan for people: buffers, buckets, homes and balance."""
         lines = [
-            f"plan {self.digest[:12]}: {len(self.table)} params over {self.world} rank{'s' if self.world != 1 else ''}, layout {self.layout}, "
+            f"plan {self.digest[:12]}: {len(self.table)} params over {self.world} rank{'s' if self.world != 1 else ''}, layout {self.layout_label}, "
             f"padding {100 * self.padding_ratio:.3f} %"
         ]
         lines.extend(

@@ -183,7 +183,7 @@ class Run:
             device=self.ranks.device.type,
             num_params=sum(param.numel for param in plan.table),
             routing=summarise(plan.routes, plan.table),
-            layout=plan.layout,
+            layout=plan.layout_label,
             plan_digest=plan.digest,
             data_digest=self.corpus.digest,
             train_bytes=self.corpus.train.numel(),

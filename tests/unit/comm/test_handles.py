@@ -50,7 +50,7 @@ def test_the_source_stays_alive_until_the_wait_and_no_longer() -> None:
 
 
 def test_a_wait_that_failed_hands_out_no_result() -> None:
-    handle = Handle("gather", torch.ones(2), (), CountedWork(fails=True))
+    handle = Handle("gather", torch.ones(2), (), (CountedWork(fails=True),))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection closed"):
             handle.wait()

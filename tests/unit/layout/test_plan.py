@@ -167,7 +167,7 @@ def test_the_first_difference_names_the_param_whose_route_differs() -> None:
 
 
 def test_the_first_difference_names_a_param_that_one_rank_lacks() -> None:
-    theirs = make_plan(ParamTable(small_table().params[:-1]), world=4, bucket_numel=3000)
+    theirs = make_plan(ParamTable(small_table().params[:-1]), world=4, layout="flat", bucket_numel=3000)
     assert (
         first_difference(small_plan().to_json(), theirs.to_json())
         == "plan, routes: 'old.weight' is only on one of them"

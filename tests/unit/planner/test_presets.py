@@ -4,7 +4,8 @@ from collections import Counter
 import pytest
 
 from layerwise.dtypes import DType
-from layerwise.planner.presets import EXPERT_DOMAIN, PRESETS, preset
+from layerwise.planner.decoder import EXPERT_DOMAIN
+from layerwise.planner.presets import PRESETS, preset
 from layerwise.routing.rules import route_params
 from layerwise.routing.spec import ParamTable
 
@@ -23,6 +24,9 @@ def matrix_shapes(table: ParamTable, domain: str = "dense") -> Counter[tuple[int
         ("gpt2", 124_439_808),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
         ("deepseek-v3", 671_026_419_200),
         ("kimi-k2", 1_026_408_232_448),
     ],
@@ -32,7 +36,16 @@ def test_a_preset_has_as_many_elements_as_the_published_model(name: str, numel: 
 
 
 def test_every_preset_is_tested() -> None:
-    assert PRESETS == ("llama3-8b", "llama3-70b", "deepseek-v3", "kimi-k2", "gpt2")
+    assert PRESETS == (
+        "llama3-8b",
+        "llama3-70b",
+        "llama3-405b",
+        "qwen3-30b-a3b",
+        "qwen3-235b-a22b",
+        "deepseek-v3",
+        "kimi-k2",
+        "gpt2",
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -66,6 +79,30 @@ def test_llama_70b_has_the_matrices_of_its_model_card() -> None:
         (28672, 8192): 160,
         (8192, 28672): 80,
     }
+
+
+def test_llama_405b_has_the_matrices_of_its_model_card() -> None:
+    assert matrix_shapes(preset("llama3-405b")) == {
+        (16384, 16384): 252,
+        (1024, 16384): 252,
+        (53248, 16384): 252,
+        (16384, 53248): 126,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "expert"), [("qwen3-30b-a3b", 48, 2048, 768), ("qwen3-235b-a22b", 94, 4096, 1536)]
+)
+def test_qwen3_has_heads_wider_than_its_hidden_size_and_experts_in_every_layer(
+    name: str, layers: int, hidden: int, expert: int
+) -> None:
+    table = preset(name, expert_parallel=8)
+    query = 2 * hidden
+    assert matrix_shapes(table) == {(query, hidden): layers, (512, hidden): 2 * layers, (hidden, query): layers}
+    assert matrix_shapes(table, EXPERT_DOMAIN) == {(expert, hidden): layers * 16 * 2, (hidden, expert): layers * 16}
+    norms = [param.shape for param in table if param.fqn.endswith(("q_norm.weight", "k_norm.weight"))]
+    assert norms == [(128,)] * 2 * layers, "one scale for all heads"
+    assert not [param.fqn for param in table if param.fqn.endswith("bias")]
 
 
 def test_deepseek_v3_has_latent_attention_three_dense_layers_and_a_shared_expert() -> None:
@@ -123,7 +160,12 @@ def test_every_param_has_the_dtype_asked_for(dtype: DType) -> None:
     ("name", "expert_parallel", "expected"),
     [
         ("lama3-8b", 1, "preset 'lama3-8b' is unknown. Did you mean 'llama3-8b'?"),
-        ("mixtral", 1, "preset 'mixtral' is unknown. Known: deepseek-v3, gpt2, kimi-k2, llama3-70b, llama3-8b."),
+        (
+            "mixtral",
+            1,
+            "preset 'mixtral' is unknown. Known: deepseek-v3, gpt2, kimi-k2, llama3-405b, llama3-70b, llama3-8b, "
+            "qwen3-235b-a22b, qwen3-30b-a3b.",
+        ),
         ("gpt2", 0, "expert_parallel must be at least 1, got 0."),
         ("gpt2", 2, "preset 'gpt2' has no experts: expert_parallel must be 1, got 2."),
         ("kimi-k2", 7, "preset 'kimi-k2' has 384 routed experts: expert_parallel must divide them, got 7."),

@@ -63,9 +63,7 @@ def _random_oddity(rng: Random) -> ParamSpec:
         case "conv":
             shape = (rng.randint(1, 8), rng.randint(1, 4), 3, 3)
             return ParamSpec(fqn="", shape=shape, module_kind=ModuleKind.CONV, module_type="Conv2d")
-    return ParamSpec(
-        fqn="", shape=(40, 6), module_kind=ModuleKind.EMBEDDING, module_type="Embedding", tie="embedding"
-    )
+    return ParamSpec(fqn="", shape=(40, 6), module_kind=ModuleKind.EMBEDDING, module_type="Embedding", tie="embedding")
 
 
 def random_param(rng: Random) -> ParamSpec:

@@ -6,24 +6,15 @@ quickest one is taken; what is nearly as quick counts as equal, and then memory 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from layerwise.dtypes import DType
 from layerwise.layout.cost import newton_schulz_flops, resolve_method
 from layerwise.layout.schedule import CommOp, build_schedule
-from layerwise.layout.storage import (
-    BufferGroup,
-    BufferPlan,
-    Layout,
-    ParamSync,
-    Reducer,
-    members_of,
-    plan_storage,
-)
-from layerwise.layout.work import EVERY_RANK, WorkPlan, plan_work
-from layerwise.routing.rules import Route
-from layerwise.routing.spec import ParamTable
+from layerwise.layout.storage import BufferGroup, BufferPlan, Layout
+from layerwise.layout.work import EVERY_RANK, WorkPlan
 from layerwise.units import format_nbytes
 
 CANDIDATES: tuple[Layout, ...] = ("flat", "padded", "compact")
@@ -81,43 +72,26 @@ class Choice:
     scores: tuple[Score, ...] = ()
 
 
+class Draft(NamedTuple):
+    """All buffers of a model in one layout, and the work that comes with it."""
+
+    buffers: tuple[BufferPlan, ...]
+    works: tuple[WorkPlan, ...]
+
+
 def choose_layouts(
-    table: ParamTable,
-    routes: Mapping[str, Route],
-    *,
-    world_by_domain: Mapping[str, int],
-    bucket_numel: int | None,
-    reducer: Reducer,
-    param_sync: ParamSync,
-    shard_grads: bool,
-    grad_dtype: DType,
-    hardware: Hardware,
+    drafts: Mapping[Layout, Draft], world_by_domain: Mapping[str, int], grad_dtype: DType, hardware: Hardware
 ) -> tuple[Choice, ...]:
-    """A layout for every buffer. Params that no matrix rule manages are always `flat`."""
+    """A layout for every buffer, out of drafts of the whole model. Params that no matrix rule manages are always
+    `flat`."""
     choices = []
-    for group, params in members_of(table, routes).items():
+    for group in (BufferGroup.of(buffer.key) for buffer in drafts["flat"].buffers):
         world = world_by_domain[group.domain]
         if group.family != "matrix" or world == 1:
             reason = "no matrix rule manages it" if group.family != "matrix" else "its domain is one rank"
             choices.append(Choice(buffer=group, layout="flat", reason=reason))
             continue
-        members = ParamTable(tuple(reversed(params)))
-        # What all-reduces gradients has none to release early.
-        fitting = [layout for layout in CANDIDATES if not (shard_grads and layout == "compact")]
-        scores = tuple(
-            score(
-                layout,
-                members,
-                routes,
-                world=world,
-                bucket_numel=bucket_numel,
-                reducer=reducer,
-                param_sync=param_sync,
-                grad_dtype=grad_dtype,
-                hardware=hardware,
-            )
-            for layout in fitting
-        )
+        scores = tuple(score(layout, draft, group, grad_dtype, hardware) for layout, draft in drafts.items())
         chosen, reason = pick(scores)
         choices.append(Choice(buffer=group, layout=chosen.layout, reason=reason, scores=scores))
     return tuple(choices)
@@ -140,48 +114,36 @@ def pick(scores: Sequence[Score]) -> tuple[Score, str]:
     return chosen, f"{why}: {chosen.describe()}; against {others}" if others else why
 
 
-def score(
-    layout: Layout,
-    table: ParamTable,
-    routes: Mapping[str, Route],
-    *,
-    world: int,
-    bucket_numel: int | None,
-    reducer: Reducer,
-    param_sync: ParamSync,
-    grad_dtype: DType,
-    hardware: Hardware,
-) -> Score:
-    """What a layout costs the params of one buffer by themselves."""
-    domain = table.params[0].domain
-    buffers = plan_storage(
-        table,
-        routes,
-        world_by_domain={domain: world},
-        layout=layout,
-        bucket_numel=bucket_numel,
-        reducer=reducer,
-        param_sync=param_sync,
-    )
-    work = plan_work(buffers, routes, domain=domain, world=world)
+def score(layout: Layout, draft: Draft, group: BufferGroup, grad_dtype: DType, hardware: Hardware) -> Score:
+    """What a layout costs one buffer of matrices."""
+    buffers = tuple(buffer for buffer in draft.buffers if BufferGroup.of(buffer.key) == group)
+    work = next(work for work in draft.works if work.domain == group.domain)
+    buckets = {bucket.index for buffer in buffers for bucket in buffer.buckets}
+    mine = work if len(buckets) == len({item.bucket for item in work.items}) else restricted(work, buckets)
     schedule = build_schedule(
         buffers,
-        (work,),
+        (mine,),
         ranks=1,
-        stages_by_tie=dict.fromkeys((param.tie for param in table if param.tie), 2),
+        stages_by_tie=dict.fromkeys((bucket.tie for buffer in buffers for bucket in buffer.buckets if bucket.tie), 2),
         grad_dtype=grad_dtype,
         stats_numel=0,
-        wire_dtypes={(domain, cohort): DType.BF16 for cohort in range(work.num_cohorts)},
+        wire_dtypes={(work.domain, cohort): DType.BF16 for cohort in range(work.num_cohorts)},
     )
-    wire = most_sent(schedule.ops, world)
+    wire = most_sent(schedule.ops, work.world)
+    loads = newton_schulz_loads(mine)
     return Score(
         layout=layout,
         wire_nbytes=wire,
-        memory_nbytes=max(_memory(buffers, grad_dtype, world)),
-        imbalance=work.imbalance,
+        memory_nbytes=max(_memory(buffers, grad_dtype, work.world)),
+        imbalance=max(loads) * work.world / max(1, sum(loads)),
         wire_ms=wire / hardware.link_gb_s / 1e6,
-        ns_ms=max(newton_schulz_loads(work)) / hardware.ns_tflops / 1e9,
+        ns_ms=max(loads) / hardware.ns_tflops / 1e9,
     )
+
+
+def restricted(work: WorkPlan, buckets: Collection[int]) -> WorkPlan:
+    """The work on some buckets only; its loads are not recomputed."""
+    return replace(work, items=tuple(item for item in work.items if item.bucket in buckets))
 
 
 def most_sent(ops: Sequence[CommOp], world: int) -> int:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
-from layerwise.layout.choice import Choice, Hardware, choose_layouts
+from layerwise.layout.choice import CANDIDATES, Choice, Draft, Hardware, choose_layouts
 from layerwise.layout.launches import LaunchGroup, launch_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
 from layerwise.layout.storage import (
@@ -19,6 +19,7 @@ from layerwise.layout.storage import (
     PARAM_SYNCS,
     REDUCERS,
     BucketPlan,
+    BufferGroup,
     BufferPlan,
     Layout,
     ParamSync,
@@ -232,57 +233,103 @@ def make_plan(
     >>> make_plan(table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), world=2).works[0].imbalance
     1.0
     """
-    resolved = resolve_layout(layout)
+    return compare_plans(
+        table,
+        (layout,),
+        world=world,
+        worlds=worlds,
+        ranks=ranks,
+        rules=rules,
+        strict=strict,
+        grad_dtype=grad_dtype,
+        bucket_numel=bucket_numel,
+        cohort_numel=cohort_numel,
+        reducer=reducer,
+        param_sync=param_sync,
+        shard_grads=shard_grads,
+        stages_by_tie=stages_by_tie,
+        hardware=hardware,
+    )[layout]
+
+
+def compare_plans(
+    table: ParamTable,
+    layouts: Sequence[str],
+    *,
+    world: int,
+    worlds: Mapping[str, int] | None = None,
+    ranks: int | None = None,
+    rules: Sequence[RouteRule] | None = None,
+    strict: bool = False,
+    grad_dtype: DType = DType.FP32,
+    bucket_numel: int | None = None,
+    cohort_numel: int = DEFAULT_COHORT_NUMEL,
+    reducer: Reducer = "collective",
+    param_sync: ParamSync = "gather",
+    shard_grads: bool = False,
+    stages_by_tie: Mapping[str, int] | None = None,
+    hardware: Hardware = DEFAULT_HARDWARE,
+) -> dict[str, Plan]:
+    """The plans of several layouts, for little more than the dearest costs: what they share is done once."""
+    resolved = [resolve_layout(layout) for layout in layouts]
     world_by_domain = _worlds(table, world, worlds or {})
     _check_sizes(bucket_numel, cohort_numel)
     _check_choices(reducer=(reducer, REDUCERS), param_sync=(param_sync, PARAM_SYNCS))
     routes = route_params(table, rules, strict=strict)
-    choices = (
-        choose_layouts(
+    drafts: dict[Layout, Draft] = {}
+
+    def draft(layout: Layout | Mapping[BufferGroup, Layout]) -> Draft:
+        if isinstance(layout, str) and layout in drafts:
+            return drafts[layout]
+        buffers = plan_storage(
             table,
             routes,
             world_by_domain=world_by_domain,
+            layout=layout,
             bucket_numel=bucket_numel,
             reducer=reducer,
             param_sync=param_sync,
-            shard_grads=shard_grads,
-            grad_dtype=grad_dtype,
-            hardware=hardware,
         )
-        if resolved == "auto"
-        else ()
-    )
-    buffers = plan_storage(
-        table,
-        routes,
-        world_by_domain=world_by_domain,
-        layout={choice.buffer: choice.layout for choice in choices} if resolved == "auto" else resolved,
-        bucket_numel=bucket_numel,
-        reducer=reducer,
-        param_sync=param_sync,
-    )
-    works = tuple(
-        work
-        for domain, size in sorted(world_by_domain.items())
-        if (work := plan_work(buffers, routes, domain=domain, world=size, cohort_numel=cohort_numel)).items
-    )
-    plan = Plan(
-        table=table,
-        routes=routes,
-        world=world,
-        world_by_domain=world_by_domain,
-        ranks=world if ranks is None else ranks,
-        layout=resolved,
-        choices=choices,
-        grad_dtype=grad_dtype,
-        reducer=reducer,
-        shard_grads=shard_grads,
-        stages_by_tie={**dict.fromkeys((param.tie for param in table if param.tie), 2), **(stages_by_tie or {})},
-        buffers=buffers,
-        works=works,
-    )
-    _refuse_combinations(plan)
-    return plan
+        works = tuple(
+            work
+            for domain, size in sorted(world_by_domain.items())
+            if (work := plan_work(buffers, routes, domain=domain, world=size, cohort_numel=cohort_numel)).items
+        )
+        made = Draft(buffers, works)
+        if isinstance(layout, str):
+            drafts[layout] = made
+        return made
+
+    plans: dict[str, Plan] = {}
+    for layout in resolved:
+        choices: tuple[Choice, ...] = ()
+        if layout == "auto":
+            # What all-reduces gradients has none to release early.
+            fitting = [name for name in CANDIDATES if not (shard_grads and name == "compact")]
+            choices = choose_layouts({name: draft(name) for name in fitting}, world_by_domain, grad_dtype, hardware)
+            chosen = {choice.buffer: choice.layout for choice in choices}
+            same = {found for group, found in chosen.items() if group.family == "matrix"} or {"flat"}
+            made = draft(next(iter(same)) if len(same) == 1 else chosen)
+        else:
+            made = draft(layout)
+        plan = Plan(
+            table=table,
+            routes=routes,
+            world=world,
+            world_by_domain=world_by_domain,
+            ranks=world if ranks is None else ranks,
+            layout=layout,
+            choices=choices,
+            grad_dtype=grad_dtype,
+            reducer=reducer,
+            shard_grads=shard_grads,
+            stages_by_tie={**dict.fromkeys((param.tie for param in table if param.tie), 2), **(stages_by_tie or {})},
+            buffers=made.buffers,
+            works=made.works,
+        )
+        _refuse_combinations(plan)
+        plans[layout] = plan
+    return plans
 
 
 def _worlds(table: ParamTable, world: int, worlds: Mapping[str, int]) -> dict[str, int]:

@@ -318,6 +318,11 @@ class BufferGroup(NamedTuple):
     family: Family
     dtype: DType
 
+    @classmethod
+    def of(cls, key: BufferKey) -> BufferGroup:
+        """What a buffer's key is without its layout."""
+        return cls(key.domain, key.chunk, key.family, key.dtype)
+
 
 def members_of(table: ParamTable, routes: Mapping[str, Route]) -> dict[BufferGroup, list[ParamSpec]]:
     """The trainable params of every buffer, in backward order."""

@@ -144,24 +144,26 @@ def _given_homes(candidates: Sequence[_Candidate], world: int) -> tuple[dict[int
     home_by_key: dict[int, int] = {}
     loads = [0] * world
     everywhere = 0
+    holder_of: dict[tuple[int, int], int] = {}
     for candidate in candidates:
         if candidate.bucket.num_shards == 1:
             home_by_key[candidate.key] = EVERY_RANK
             everywhere += candidate.cost
         elif candidate.bucket.whole:
-            home = _holder(candidate)
-            home_by_key[candidate.key] = home
+            place = candidate.bucket.index, candidate.placement
+            if place not in holder_of:
+                holder_of[place] = _holder(candidate.bucket, candidate.bucket.placements[candidate.placement])
+            home = home_by_key[candidate.key] = holder_of[place]
             loads[home] += candidate.cost
     return home_by_key, [load + everywhere for load in loads]
 
 
-def _holder(candidate: _Candidate) -> int:
-    """The one shard that holds a matrix; anything else is a mistake of the storage plan."""
-    matrix, bucket = candidate.matrix, candidate.bucket
-    shards = bucket.shards_holding(bucket.placements[candidate.placement], matrix.flat_start, matrix.flat_stop)
+def _holder(bucket: BucketPlan, placement: Placement) -> int:
+    """The one shard that holds a param; anything else is a mistake of the storage plan."""
+    shards = bucket.shards_holding(placement, 0, placement.numel)
     if len(shards) != 1:
         raise ValueError(
-            f"matrix {matrix.label} crosses a shard border of {bucket.label} (shards {shards.start} to {shards.stop - 1}): "
+            f"param {placement.fqn!r} crosses a shard border of {bucket.label} (shards {shards.start} to {shards.stop - 1}): "
             "its layout keeps every param whole in one shard."
         )
     return shards.start

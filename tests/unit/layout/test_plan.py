@@ -235,7 +235,10 @@ def test_auto_chooses_for_every_buffer_and_says_why() -> None:
     ("changes", "expected"),
     [
         ({"layout": "falt"}, "layout 'falt' is unknown. Did you mean 'flat'?"),
-        ({"layout": "zero"}, "layout 'zero' is unknown. Known: auto, compact, flat, padded, padded:reference, padded:reference-numel, replicated."),
+        (
+            {"layout": "zero"},
+            "layout 'zero' is unknown. Known: auto, compact, flat, padded, padded:reference, padded:reference-numel, replicated.",
+        ),
         ({"world": 0}, "world must be at least 1, got 0."),
         ({"bucket_numel": 0}, "the bucket size must be at least one element, got 0."),
     ],

@@ -176,9 +176,7 @@ def test_only_the_last_bucket_or_one_before_a_tied_param_is_below_the_bucket_siz
         for bucket, following in itertools.pairwise(buffer.buckets):
             last = bucket.placements[-1]
             full = last.offset + last.numel >= 300
-            tied = any(
-                again.table.find(p.fqn).tie for p in (bucket.placements[0], following.placements[0])
-            )
+            tied = any(again.table.find(p.fqn).tie for p in (bucket.placements[0], following.placements[0]))
             assert full or tied
 
 

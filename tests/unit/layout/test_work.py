@@ -66,7 +66,9 @@ def test_items_lie_where_the_storage_plan_put_them(case: Worked) -> None:
 @MANY
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=30), st.integers(2, 12))
 def test_the_busiest_rank_is_within_grahams_bound(shapes: list[tuple[int, int]], world: int) -> None:
-    work = make_plan(table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)]), world=world, layout="flat").works[0]
+    work = make_plan(table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)]), world=world, layout="flat").works[
+        0
+    ]
     mean = Fraction(sum(work.loads), world)
     busiest = max(work.loads)
     # The last matrix of the busiest rank went to the least loaded one, which was at most at the mean of all others.
@@ -89,7 +91,9 @@ def best_makespan(costs: list[int], world: int) -> int:
 def test_the_busiest_rank_is_within_four_thirds_of_the_best_assignment(
     shapes: list[tuple[int, int]], world: int
 ) -> None:
-    work = make_plan(table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)]), world=world, layout="flat").works[0]
+    work = make_plan(table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)]), world=world, layout="flat").works[
+        0
+    ]
     bound = Fraction(4, 3) - Fraction(1, 3 * world)
     assert max(work.loads) <= bound * best_makespan(cost_of(work), world)
 

@@ -236,7 +236,7 @@ def rules(hyper: Hyper) -> dict[str, Any]:
 
 def deliver(model: layerwise.DataParallel, grads: dict[str, Tensor], *, sync: bool) -> None:
     """Hand gradients to the model as backward would: through a loss whose gradient they are."""
-    params = dict(model.module.named_parameters())
+    params = model.engine.storage.params
     loss = sum((params[fqn] * grad.to(params[fqn].dtype)).sum() for fqn, grad in grads.items())
     if isinstance(loss, Tensor):
         if sync:
@@ -294,12 +294,12 @@ def train_and_compare(rank: int, world: int, case: Case) -> list[str]:
             [_gradients(case, shapes, other, step, micro) for micro in range(case.accumulation)]
             for other in range(world)
         ]
-        oracle.step([_accumulated(micros) for micros in everyone], case.grad_dtype)
+        oracle.step([accumulated(micros) for micros in everyone], case.grad_dtype)
         if case.sabotage == "gradient" and step == 1 and rank == 0:
             _nudge_gradient(everyone)
         for micro, grads in enumerate(everyone[rank]):
             deliver(model, grads, sync=micro == case.accumulation - 1)
-        found = _reduced_differences(model, oracle)
+        found = reduced_differences(model, oracle)
         optimizer.step()
         optimizer.zero_grad()
         if case.sabotage == "momentum" and step == 1:
@@ -341,7 +341,7 @@ def _gradients(case: Case, shapes: dict[str, torch.Size], rank: int, step: int, 
     }
 
 
-def _accumulated(micros: list[dict[str, Tensor]]) -> dict[str, Tensor | None]:
+def accumulated(micros: list[dict[str, Tensor]]) -> dict[str, Tensor | None]:
     total: dict[str, Tensor | None] = {}
     for grads in micros:
         for fqn, grad in grads.items():
@@ -350,7 +350,9 @@ def _accumulated(micros: list[dict[str, Tensor]]) -> dict[str, Tensor | None]:
     return total
 
 
-def _reduced_differences(model: layerwise.DataParallel, oracle: Oracle) -> list[str]:
+def reduced_differences(
+    model: layerwise.DataParallel, oracle: Oracle, called: Callable[[str], str] = lambda fqn: fqn
+) -> list[str]:
     """Sums over ranks that this rank's shards hold and the oracle does not."""
     model.engine.reducer.finish()
     return [
@@ -358,47 +360,58 @@ def _reduced_differences(model: layerwise.DataParallel, oracle: Oracle) -> list[
         for bucket in model.engine.storage.buckets
         for span in bucket.spans
         if not torch.equal(
-            bucket.grad_shard[span.shard_offset : span.shard_offset + span.numel],
-            oracle.totals[span.fqn].reshape(-1)[span.start : span.stop],
+            bucket.work[span.shard_offset : span.shard_offset + span.numel],
+            oracle.totals[called(span.fqn)].float().reshape(-1)[span.start : span.stop],
         )
     ]
 
 
-def differences(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, oracle: Oracle) -> list[str]:
-    """What this rank holds that is not what the oracle holds: replicas, masters, state, gradient norm, zeros, bytes sent."""
+def differences(
+    model: layerwise.DataParallel,
+    optimizer: layerwise.Optimizer,
+    oracle: Oracle,
+    called: Callable[[str], str] = lambda fqn: fqn,
+    rounds: int = 1,
+) -> list[str]:
+    """What this rank holds that is not what the oracle holds: replicas, masters, state, gradient norm, zeros, bytes sent.
+
+    `called` says what the oracle calls a param of this rank.
+    """
     found = []
     weights = oracle.weights()
     for fqn, param in model.engine.storage.params.items():
-        if not torch.equal(param.detach(), weights[fqn]):
+        if not torch.equal(param.detach(), weights[called(fqn)]):
             found.append(f"replica of {fqn}")
     for bucket in model.engine.storage.buckets:
         for span in bucket.spans:
             part = slice(span.shard_offset, span.shard_offset + span.numel)
             inside = slice(span.start, span.stop)
-            if not torch.equal(bucket.master[part], oracle.masters[span.fqn].reshape(-1)[inside]):
+            if not torch.equal(bucket.master[part], oracle.masters[called(span.fqn)].reshape(-1)[inside]):
                 found.append(f"master of {span.fqn}")
-            for name, expected in oracle.state[span.fqn].items():
+            for name, expected in oracle.state[called(span.fqn)].items():
                 if name in bucket.state and not torch.equal(bucket.state[name][part], expected.reshape(-1)[inside]):
                     found.append(f"{name} of {span.fqn}")
-    found += _home_differences(model, optimizer, oracle)
+    found += _home_differences(model, optimizer, oracle, called)
     if optimizer.stats.grad_norm != oracle.grad_norm:
         found.append(f"grad norm {optimizer.stats.grad_norm} against {oracle.grad_norm}")
     if optimizer.stats.num_zeros != oracle.num_zeros:
         found.append(f"zero count {optimizer.stats.num_zeros} against {oracle.num_zeros}")
-    predicted = optimizer.schedule.bytes_by_collective(dist.get_rank() if dist.is_initialized() else 0)
+    predicted = optimizer.schedule.bytes_by_collective(model.engine.storage.ranks, rounds)
     if dict(optimizer.stats.bytes_by_collective) != predicted:
         found.append(f"bytes {dict(optimizer.stats.bytes_by_collective)} against {predicted}")
     return found
 
 
-def _home_differences(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, oracle: Oracle) -> list[str]:
+def _home_differences(
+    model: layerwise.DataParallel, optimizer: layerwise.Optimizer, oracle: Oracle, called: Callable[[str], str]
+) -> list[str]:
     """Second moments that live with a matrix at its home."""
     found = []
     for fqn, param in model.engine.storage.params.items():
         for name, tensor in optimizer.state[param].items():
             kind, _, index = name.partition(".")
             at_home = kind in ("row_moment", "second_moment") and tensor.numel() > 0
-            if at_home and not torch.equal(tensor, oracle.state[fqn][f"second.{index}"]):
+            if at_home and not torch.equal(tensor, oracle.state[called(fqn)][f"second.{index}"]):
                 found.append(f"{name} of {fqn}")
     return found
 

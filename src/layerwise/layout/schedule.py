@@ -49,8 +49,11 @@ class CommOp:
     sent: tuple[int, ...] = ()
     """Where ranks differ, each one's elements: those it sends, or for an all-reduce those of its tensor."""
 
+    domain: str = ""
+    """Whose ranks take part, where not all of them do."""
+
     def nbytes(self, rank: int) -> int:
-        """Bytes this rank puts on the wire."""
+        """Bytes that this rank (of the domain) puts on the wire."""
         numel = self.sent[rank] if self.sent else self.numel
         if self.kind in ("all_to_all", "uneven_all_gather"):
             return numel * self.dtype.itemsize
@@ -71,11 +74,13 @@ class CommSchedule:
         """The op of that phase and label; None where nothing has to move."""
         return self._by_name.get((phase, label))
 
-    def bytes_by_collective(self, rank: int) -> dict[str, int]:
-        """Bytes this rank sends in one step, per kind of collective."""
+    def bytes_by_collective(self, rank: int | Mapping[str, int], rounds: int = 1) -> dict[str, int]:
+        """Bytes this rank sends in one step, per kind of collective. A rank that has another number in each domain says
+        which. Where every microbatch is reduced on its own there are as many `rounds`."""
         totals: dict[str, int] = defaultdict(int)
         for op in self.ops:
-            totals[op.kind] += op.nbytes(rank)
+            sent = op.nbytes(rank if isinstance(rank, int) else rank.get(op.domain, 0))
+            totals[op.kind] += sent * (rounds if op.phase == "reduce" else 1)
         return dict(totals)
 
 
@@ -86,17 +91,19 @@ def reduce_op(bucket: BucketPlan, grad_dtype: DType) -> CommOp:
     """The collective that reduces a bucket's gradient."""
     match bucket.reducer:
         case "reduce_scatter" | "all_reduce":
-            return CommOp("reduce", bucket.reducer, bucket.label, grad_dtype, bucket.numel, bucket.world)
+            return CommOp(
+                "reduce", bucket.reducer, bucket.label, grad_dtype, bucket.numel, bucket.world, domain=bucket.domain
+            )
         case "ordered" | "ordered_bf16":
             sent = tuple(bucket.numel - own for own in bucket.shard_numels())
             wire = grad_dtype if bucket.reducer == "ordered" else _STOCHASTIC_WIRE
-            return CommOp("reduce", "all_to_all", bucket.label, wire, sum(sent), bucket.world, sent)
+            return CommOp("reduce", "all_to_all", bucket.label, wire, sum(sent), bucket.world, sent, bucket.domain)
 
 
 def tie_op(bucket: BucketPlan, stages: int) -> CommOp:
     """The sum of a tied weight's reduced gradient over the pipeline stages that hold a copy of it, shard by shard."""
     numels = bucket.shard_numels() if bucket.num_shards > 1 else (bucket.numel,) * bucket.world
-    return CommOp("tie", "all_reduce", bucket.label, DType.FP32, max(numels), stages, numels)
+    return CommOp("tie", "all_reduce", bucket.label, DType.FP32, max(numels), stages, numels, bucket.domain)
 
 
 def publish_op(bucket: BucketPlan, dtype: DType) -> CommOp | None:
@@ -108,12 +115,16 @@ def publish_op(bucket: BucketPlan, dtype: DType) -> CommOp | None:
             # In a ring every rank passes on all shards but the one its successor owns.
             numels = bucket.shard_numels()
             sent = tuple(bucket.numel - numels[(rank + 1) % bucket.world] for rank in range(bucket.world))
-            return CommOp("publish", "uneven_all_gather", bucket.label, dtype, bucket.numel, bucket.world, sent)
+            return CommOp(
+                "publish", "uneven_all_gather", bucket.label, dtype, bucket.numel, bucket.world, sent, bucket.domain
+            )
         case "broadcast":
             numel = sum(placement.numel for placement in bucket.placements)
-            return CommOp("publish", "broadcast", bucket.label, dtype, numel, bucket.world)
+            return CommOp("publish", "broadcast", bucket.label, dtype, numel, bucket.world, domain=bucket.domain)
         case "all_gather":
-            return CommOp("publish", "all_gather", bucket.label, dtype, bucket.numel, bucket.world)
+            return CommOp(
+                "publish", "all_gather", bucket.label, dtype, bucket.numel, bucket.world, domain=bucket.domain
+            )
 
 
 def stats_op(numel: int, world: int) -> CommOp:
@@ -156,7 +167,16 @@ def build_schedule(
                 continue  # home == owner everywhere: there is no such collective
             dtype = wire_dtypes[work.domain, cohort]
             ops.append(
-                CommOp(phase, "all_to_all", f"{work.domain} cohort {cohort}", dtype, sum(sent), work.world, tuple(sent))
+                CommOp(
+                    phase,
+                    "all_to_all",
+                    f"{work.domain} cohort {cohort}",
+                    dtype,
+                    sum(sent),
+                    work.world,
+                    tuple(sent),
+                    work.domain,
+                )
             )
     published = (publish_op(bucket, key.dtype) for bucket, key in pairs)
     ops.extend(op for op in published if op is not None)

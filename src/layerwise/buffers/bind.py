@@ -244,16 +244,17 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _repeated(modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Names of the blocks that the model repeats: members of a list of two or more modules that have modules in them."""
+    """Names of the blocks that the model repeats: members of a list that have modules in them. A list says so also with
+    one member, as on a short pipeline stage; a sequence only with two or more."""
     found: set[str] = set()
     for prefix, child in modules.items():
-        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1:
+        if isinstance(child, nn.ModuleList | nn.Sequential):
             blocks = [
                 f"{prefix}.{name}" if prefix else name
                 for name, block in child.named_children()
                 if any(block.children())
             ]
-            found.update(blocks if len(blocks) > 1 else ())
+            found.update(blocks if len(blocks) > 1 or isinstance(child, nn.ModuleList) else ())
     return frozenset(found)
 
 
@@ -281,7 +282,7 @@ def _vocabulary_heads(
 ) -> set[int]:
     """`id`s of the weights of linear layers that map the width of an embedding back to that embedding's rows.
 
-    They must be the last ones of the model, or stand outside its repeated blocks and widen: a hidden layer may have as
+    They must stand outside its repeated blocks, and be the last ones of the model or widen: a hidden layer may have as
     many rows as the vocabulary by chance. Also what the model itself names as its output embeddings.
     """
     linears = [(name, child) for name, child in modules.items() if _is_linear(child)]
@@ -291,7 +292,7 @@ def _vocabulary_heads(
         rows, cols = _weight_shape(child)
         fits = (rows, cols) in vocabularies
         is_last = is_last and fits
-        if fits and (is_last or (rows > cols and not _within(name, blocks))):
+        if fits and not _within(name, blocks) and (is_last or rows > cols):
             heads.add(id(child.weight))
     named = getattr(root, "get_output_embeddings", None)
     output = named() if callable(named) else None

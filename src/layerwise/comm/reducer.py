@@ -213,8 +213,9 @@ class GradReducer:
 
     @torch.no_grad()
     def end_round(self) -> None:
-        """A `no_sync()` block is over: where full gradients are released, reduce what it brought. Every rank does."""
-        if not self._leases or not self._arrivals:
+        """A `no_sync()` block is over: where full gradients are released, reduce what it brought. Every rank does, also
+        one that it brought nothing: the others wait for its zeros."""
+        if not self._leases:
             return
         self._is_last_round = False
         self._launch_rest()

@@ -22,6 +22,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from layerwise.dtypes import DType
+from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.cost import newton_schulz_cost
 from layerwise.layout.ownership import owners_of
 from layerwise.layout.packing import Packing, PackItem, pack
@@ -29,14 +30,6 @@ from layerwise.routing.defaults import Family
 from layerwise.routing.geometry import ceil_to
 from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamSpec, ParamTable
-
-PARAM_ALIGNMENT = 64
-"""Elements. 64 bf16 elements are 128 bytes: one GPU cache line, and what vectorised and quantising kernels ask of a
-start."""
-
-BUCKET_ALIGNMENT = 128
-"""A bucket's length is a multiple of lcm(shards, 128), so that shards are equal and start on whole cache lines for the
-usual counts."""
 
 Layout = Literal["flat", "padded", "compact", "replicated", "padded:reference", "padded:reference-numel"]
 LAYOUTS: tuple[Layout, ...] = (

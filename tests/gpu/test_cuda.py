@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 STEPS = 6
 
 
-def shards_after_training(rank: int, world: int, layout: str, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
+def shards_after_training(
+    rank: int, world: int, options: dict[str, Any], dtype: torch.dtype
+) -> dict[str, dict[str, Tensor]]:
     """Train the zoo on the card; returns this rank's spans of momenta and masters, and its replicas."""
     torch.cuda.set_device(0)
     module = Case(dtype=dtype).build().cuda()
-    model = layerwise.DataParallel(module, layout=layout, bucket_mib=0.001, check_collectives=True)
+    model = layerwise.DataParallel(module, bucket_mib=0.001, check_collectives=True, **options)
     optimizer = layerwise.Optimizer(model, **rules(Hyper(ns_dtype=torch.float32, clip=1.0)))
     shapes = {fqn: param.shape for fqn, param in model.engine.storage.params.items()}
     for step in range(STEPS):
@@ -67,8 +71,8 @@ def reference(world: int, dtype: torch.dtype) -> Oracle:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_flat_and_replicated_agree_on_the_card_and_with_the_cpu_oracle(world: int, dtype: torch.dtype) -> None:
     oracle = reference(world, dtype)
-    flat = run_ranks(world, shards_after_training, "flat", dtype)
-    replicated = run_ranks(world, shards_after_training, "replicated", dtype)
+    flat = run_ranks(world, shards_after_training, {"layout": "flat"}, dtype)
+    replicated = run_ranks(world, shards_after_training, {"layout": "replicated"}, dtype)
     for name in ("momentum", "exp_avg", "exp_avg_sq"):
         ours, theirs = whole(flat, name, oracle), whole(replicated, name, oracle)
         for fqn in oracle.masters:
@@ -80,3 +84,36 @@ def test_flat_and_replicated_agree_on_the_card_and_with_the_cpu_oracle(world: in
         torch.testing.assert_close(masters[fqn], expected.reshape(-1), rtol=1e-4, atol=1e-4)
     for result in flat[1:]:
         assert all(torch.equal(result["replica"][fqn], flat[0]["replica"][fqn]) for fqn in oracle.masters)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "padded"},
+        {"layout": "compact"},
+        {"layout": "compact", "reducer": "ordered"},
+        {"layout": "flat", "reducer": "ordered_bf16"},
+        {"layout": "flat", "shard_grads": True},
+        {"layout": "padded", "shard_grads": True, "reducer": "ordered"},
+        {"layout": "compact", "param_sync": "broadcast"},
+        {"layout": "auto"},
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_layout_and_reducer_has_the_momenta_and_weights_of_flat_on_the_card(
+    world: int, options: dict[str, Any]
+) -> None:
+    oracle = reference(world, torch.bfloat16)
+    flat = run_ranks(world, shards_after_training, {"layout": "flat"}, torch.bfloat16)
+    other = run_ranks(world, shards_after_training, options, torch.bfloat16)
+    for name in ("momentum", "exp_avg", "exp_avg_sq"):
+        ours, theirs = whole(flat, name, oracle), whole(other, name, oracle)
+        for fqn in oracle.masters:
+            assert torch.equal(ours[fqn].nan_to_num(nan=-7.0), theirs[fqn].nan_to_num(nan=-7.0)), f"{name} of {fqn}"
+    ours, theirs = whole(flat, "master", oracle), whole(other, "master", oracle)
+    for fqn in oracle.masters:
+        # Homes batch other matrices together, and a batch's size may select another kernel.
+        torch.testing.assert_close(theirs[fqn], ours[fqn], rtol=1e-5, atol=1e-5)
+    for result in other[1:]:
+        assert all(torch.equal(result["replica"][fqn], other[0]["replica"][fqn]) for fqn in oracle.masters)

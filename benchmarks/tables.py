@@ -1,4 +1,4 @@
-"""Write the tables of README.md from the committed JSON: `python benchmarks/tables.py`. A test checks that they are up to date."""
+"""Write the tables of README.md and docs/ from the committed JSON: `python benchmarks/tables.py`. A test checks that they are up to date."""
 
 from __future__ import annotations
 
@@ -45,11 +45,73 @@ def flat_plans(data: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "convergence": convergence,
-    "flat_plans": flat_plans,
-    "optimizer_step": optimizer_step,
+def gib(nbytes_by_kind: dict[str, int]) -> str:
+    return f"{sum(nbytes_by_kind.values()) / 2**30:.1f} GiB"
+
+
+def layouts(data: dict[str, Any]) -> str:
+    models = ("llama3-8b", "llama3-70b", "qwen3-30b-a3b", "deepseek-v3")
+    shown = [
+        row
+        for row in data["rows"]
+        if row["model"] in models and row["world"] in (8, 64, 512) and row["layout"] != "padded:reference"
+    ]
+    return markdown(
+        [
+            "model",
+            "ranks",
+            "layout",
+            "padding",
+            "buckets",
+            "imbalance",
+            "exposed",
+            "memory per rank",
+            "sent per rank and step",
+        ],
+        [
+            [
+                row["model"],
+                row["world"],
+                f"`{row['layout']}`",
+                f"{row['waste_percent']:.1f} %",
+                row["buckets"],
+                f"{row['imbalance']:.2f}",
+                f"{row['exposed_percent']:.0f} %",
+                gib(row["memory_nbytes"]),
+                gib(row["sent_nbytes"]),
+            ]
+            for row in shown
+        ],
+    )
+
+
+def layouts_reference(data: dict[str, Any]) -> str:
+    def cell(figures: dict[str, Any], digits: int) -> str:
+        return f"{figures['waste_percent']:.{digits}f} %, {figures['buckets']}, {figures['imbalance']:.2f}"
+
+    return markdown(
+        ["matrices of", "ranks", "Megatron-LM, measured", "`padded:reference`", "`padded`"],
+        [
+            [row["model"], row["world"], cell(row["measured"], 1), cell(row["found"], 1), cell(row["ours"], 1)]
+            for row in data["reference"]
+            if row["layout"] == "padded:reference"
+        ],
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "convergence": ("convergence", convergence),
+    "flat_plans": ("flat_plans", flat_plans),
+    "layouts": ("layouts", layouts),
+    "layouts_reference": ("layouts", layouts_reference),
+    "optimizer_step": ("optimizer_step", optimizer_step),
 }
+"""For every table the JSON it comes from, and what it shows of it."""
+
+
+def pages() -> list[Path]:
+    """The pages that may have tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def render(text: str) -> str:
@@ -57,15 +119,16 @@ def render(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
-        table = TABLES[name](json.loads((RESULTS / f"{name}.json").read_text()))
-        return f"<!-- table: {name} -->\n{table}\n<!-- end -->"
+        source, table = TABLES[name]
+        filled = table(json.loads((RESULTS / f"{source}.json").read_text()))
+        return f"<!-- table: {name} -->\n{filled}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text()))
+    for page in pages():
+        page.write_text(render(page.read_text()))
     return 0
 
 

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.layout.bins import Fitter
@@ -24,7 +24,7 @@ class Counting(Fitter):
         return max(largest, -(-numel // self.num_shards))
 
     def shard(self, counts: Sequence[int]) -> int:
-        return self.bound(counts) + 64 * (sum(counts) * 7 % 5)
+        return self.bound(counts) + 64 * (sum(counts) % 3)
 
     def fit(self, counts: tuple[int, ...], cap: int) -> int | None:
         shard = self.shard(counts)
@@ -107,7 +107,7 @@ def test_what_is_exposed_is_what_the_worst_bucket_leaves(case: Case) -> None:
         assert found == exposed(case, case.known, speed)
 
 
-@MANY
+@settings(MANY, max_examples=400)
 @given(cases())
 def test_no_cuts_that_expose_as_little_pad_less(case: Case) -> None:
     allowed = [

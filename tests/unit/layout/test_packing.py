@@ -234,6 +234,15 @@ def test_a_cut_moved_by_one_param_pads_less() -> None:
     assert shards == {"reference": [4, 5, 4], "reference-numel": [4, 5, 4], "best": [4, 4, 4]}
 
 
+def test_the_reference_stays_where_it_pads_as_much_and_balances_better() -> None:
+    # Two buckets with shards of 3 and 1 take as much as one with 4, but one deals the last param better: 9 + 2 and 4 + 3.
+    numels_and_costs = [(128, 9), (64, 3), (192, 4), (64, 2)]
+    items = [PackItem(f"w{number}", *pair) for number, pair in enumerate(numels_and_costs)]
+    (best,) = pack(items, num_shards=2, bucket_numel=64, packing="best")
+    assert best.shard_numel == 256
+    assert sorted(loads(items, [best], 2)) == [7, 11]
+
+
 def test_loads_persist_over_buckets() -> None:
     # Equal sizes, unequal costs, one bucket for each pair: dear ones alternate between the two ranks.
     items = [PackItem(f"w{number}", 64, 10 if number % 2 else 1) for number in range(8)]

@@ -1,7 +1,9 @@
 """`auto`: which layout each buffer of matrices gets, by a cost model that can be printed.
 
-A layout costs a step the bytes it puts on the wire and the Newton-Schulz of its busiest rank, and it costs memory. The
-quickest one is taken; what is nearly as quick counts as equal, and then memory decides.
+A layout costs a step the time for which it waits for the wire, the Newton-Schulz of its busiest rank, and memory. The
+wire is waited for in the exchange, in the gather, and for what is left to reduce when backward ends: reductions of
+buckets that were full before hide behind backward, which is taken to make gradients as fast as the wire reduces them.
+The quickest layout is taken; what is nearly as quick counts as equal, and then memory decides.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import NamedTuple
 
 from layerwise.dtypes import DType
 from layerwise.layout.cost import newton_schulz_flops, resolve_method
-from layerwise.layout.schedule import CommOp, build_schedule
-from layerwise.layout.storage import BufferGroup, BufferPlan, Layout
+from layerwise.layout.schedule import CommOp, build_schedule, wire_nbytes
+from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, Layout
 from layerwise.layout.work import EVERY_RANK, WorkPlan
 from layerwise.units import format_nbytes
 
@@ -44,12 +46,16 @@ class Score:
     layout: Layout
     wire_nbytes: int
     """Bytes sent per step: reduce, exchange, return, publish."""
+    exposed_nbytes: int
+    """Of the reduction, what is left when backward ends."""
     memory_nbytes: int
     """Params, gradients, masters and momentum."""
     imbalance: float
     """Newton-Schulz cost of the busiest rank over the mean."""
     wire_ms: float
+    """Time for which a step waits for the wire."""
     ns_ms: float
+    """Newton-Schulz of the busiest rank."""
 
     @property
     def total_ms(self) -> float:
@@ -129,14 +135,17 @@ def score(layout: Layout, draft: Draft, group: BufferGroup, grad_dtype: DType, h
         stats_numel=0,
         wire_dtypes={(work.domain, cohort): DType.BF16 for cohort in range(work.num_cohorts)},
     )
-    wire = most_sent(schedule.ops, work.world)
+    reductions = [op for op in schedule.ops if op.phase == "reduce"]
+    after = most_sent([op for op in schedule.ops if op.phase != "reduce"], work.world)
+    exposed = exposed_nbytes([bucket for buffer in buffers for bucket in buffer.buckets], reductions, grad_dtype)
     loads = newton_schulz_loads(mine)
     return Score(
         layout=layout,
-        wire_nbytes=wire,
+        wire_nbytes=after + most_sent(reductions, work.world),
+        exposed_nbytes=exposed,
         memory_nbytes=max(_memory(buffers, grad_dtype, work.world)),
         imbalance=max(loads) * work.world / max(1, sum(loads)),
-        wire_ms=wire / hardware.link_gb_s / 1e6,
+        wire_ms=(after + exposed) / hardware.link_gb_s / 1e6,
         ns_ms=max(loads) / hardware.ns_tflops / 1e9,
     )
 
@@ -155,6 +164,17 @@ def most_sent(ops: Sequence[CommOp], world: int) -> int:
         else:
             total += op.nbytes(0)
     return total + max(by_rank)
+
+
+def exposed_nbytes(buckets: Sequence[BucketPlan], reductions: Sequence[CommOp], grad_dtype: DType) -> int:
+    """Bytes that are still to be reduced when backward ends, if backward makes gradients as fast as the wire reduces
+    them."""
+    ready = wire_free = 0
+    for bucket, op in zip(buckets, reductions, strict=True):
+        full = sum(placement.numel for placement in bucket.placements) * grad_dtype.itemsize
+        ready += wire_nbytes("reduce_scatter", full, bucket.world)
+        wire_free = max(ready, wire_free) + max(map(op.nbytes, range(bucket.world if op.sent else 1)))
+    return wire_free - ready
 
 
 def newton_schulz_loads(work: WorkPlan, steps: int = _STEPS, method: str = "auto") -> list[int]:

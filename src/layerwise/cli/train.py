@@ -13,6 +13,7 @@ from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note, rank
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override, dump_toml
 from layerwise.config.schema import TrainConfig
+from layerwise.config.validate import world_problems
 from layerwise.errors import ConfigError, Problem
 
 _MOST_RANKS_HERE = 1024
@@ -34,6 +35,7 @@ def run(request: TrainRequest) -> int:
     """Everything that can be wrong is found before torch is imported and before any process is started."""
     try:
         loaded = load_settings(request.config, request.overrides, _nproc_problems(request.nproc))
+        _check_world(loaded.config, request)
     except ConfigError as error:
         if rank_from_environment("LOCAL_RANK") == 0:  # once per machine: files may differ between machines
             complain(str(error))
@@ -55,6 +57,16 @@ def _nproc_problems(nproc: int | None) -> list[Problem]:
         what = "this process was started by a launcher already (RANK is set), which decides the number of ranks."
         return [Problem("--nproc", f"{what} Leave --nproc out.")]
     return []
+
+
+def _check_world(config: TrainConfig, request: TrainRequest) -> None:
+    """Refuse a number of ranks that the config cannot be spread over, in every process of them alike and before any of
+    them has met another."""
+    launched = rank_from_environment("WORLD_SIZE") if "RANK" in os.environ else 0
+    world = request.nproc or launched or (None if request.dry_run else 1)  # a dry run may be of any number of ranks
+    problems = [] if world is None else world_problems(config.parallel, world)
+    if problems:
+        raise ConfigError(problems)
 
 
 def torchrun_words(nproc: int, argv: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ _HIDDEN_MULTIPLE = 32  # the automatic MLP width is rounded up to this: wide eno
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The GPT: pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU MLP."""
+    """The GPT: pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU MLP, or experts."""
 
     d_model: int = 256
     """Width of the residual stream."""
@@ -49,7 +49,22 @@ class ModelConfig:
     """Use the embedding as the output head too."""
 
     fuse_gate_up: bool = True
-    """Keep the MLP's gate and up projections in one weight of two row blocks."""
+    """Keep the MLP's gate and up projections in one weight of two row blocks. Experts always do."""
+
+    n_experts: int = 0
+    """Experts of a block, of which each token passes through a few. 0: every block has one MLP for all tokens."""
+
+    top_k: int = 2
+    """Experts that each token passes through."""
+
+    expert_hidden: int | None = None
+    """Width of one expert. none: hidden / top_k rounded up to a multiple of 32: for each token as much as an MLP."""
+
+    moe_every: int = 1
+    """Every how many blocks one has experts; with 2 the second, the fourth and so on."""
+
+    router_penalty: float = 0.01
+    """Weight of the load-balancing loss, which is 1 at equal loads. It is not part of the loss that is logged."""
 
     rope_base: float = 10_000.0
     """Longest wavelength of the rotary embedding, in positions, divided by 2 pi."""
@@ -167,10 +182,28 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How parameters and gradients are stored and travel."""
+    """Which ranks do what, and how parameters and gradients are stored and travel."""
 
-    layout: Literal["auto", "flat", "replicated"] = "auto"
-    """flat: equal byte shards of masters and optimizer state. replicated: everything everywhere. auto: by cost."""
+    layout: Literal["auto", "flat", "padded", "compact", "replicated"] = "auto"
+    """flat: equal byte shards. padded, compact: whole matrices. replicated: everything everywhere. auto: by cost."""
+
+    pp: int = 1
+    """Pipeline ranks: the blocks are cut into this many stages (times chunks). Microbatches are train.accumulation."""
+
+    ep: int = 1
+    """Ranks that share out the experts of a block. What is left, world / (pp * ep), is data parallel."""
+
+    chunks: int = 1
+    """Stages on each pipeline rank. 2 or more: an interleaved pipeline, with fewer idle moments and more messages."""
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """gpipe: all forwards of a step, then all backwards. 1f1b: each backward as early as it can, with less memory."""
+
+    reducer: Literal["collective", "ordered", "ordered_bf16"] = "collective"
+    """collective: the backend sums. ordered: fp32, in rank order, alike in every layout. ordered_bf16: bf16 travels."""
+
+    shard_grads: bool = False
+    """Keep only this rank's shard of reduced gradients (ZeRO-2)."""
 
     bucket_mib: float | None = None
     """Size of a communication bucket. none: the library's choice."""
@@ -193,7 +226,7 @@ class LoopConfig:
     """Sequences per rank and microbatch."""
 
     accumulation: int = 1
-    """Microbatches per step."""
+    """Microbatches per step; a pipeline is filled with them."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the params. With bf16 the optimizer keeps fp32 masters."""
@@ -259,25 +292,41 @@ class ModelShape:
     seq_len: int
     tie_embeddings: bool
     fuse_gate_up: bool
+    n_experts: int
+    top_k: int
+    expert_hidden: int
+    moe_every: int
+    router_penalty: float
     rope_base: float
     norm_eps: float
     init_std: float
+
+    def has_experts(self, block: int) -> bool:
+        """Whether a block, counted from 0, has experts in place of an MLP."""
+        return self.n_experts > 0 and (block + 1) % self.moe_every == 0
 
 
 def resolve_model(model: ModelConfig) -> ModelShape:
     """Fill in what the user left open; expects a validated config."""
     automatic_hidden = -(-8 * model.d_model // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
+    hidden = automatic_hidden if model.hidden is None else model.hidden
+    automatic_expert = -(-hidden // (model.top_k * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
     return ModelShape(
         d_model=model.d_model,
         n_layers=model.n_layers,
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,
         head_dim=model.d_model // model.n_heads if model.head_dim is None else model.head_dim,
-        hidden=automatic_hidden if model.hidden is None else model.hidden,
+        hidden=hidden,
         vocab_size=model.vocab_size,
         seq_len=model.seq_len,
         tie_embeddings=model.tie_embeddings,
         fuse_gate_up=model.fuse_gate_up,
+        n_experts=model.n_experts,
+        top_k=model.top_k,
+        expert_hidden=automatic_expert if model.expert_hidden is None else model.expert_hidden,
+        moe_every=model.moe_every,
+        router_penalty=model.router_penalty,
         rope_base=model.rope_base,
         norm_eps=model.norm_eps,
         init_std=model.init_std,

@@ -12,12 +12,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from layerwise.config.coefficients import check_coefficients
-from layerwise.config.schema import BYTE_VALUES, ModelConfig, OptimConfig, TrainConfig, matrix_rule, other_rule
+from layerwise.config.schema import (
+    BYTE_VALUES,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+    matrix_rule,
+    other_rule,
+)
 from layerwise.errors import Problem
 
 # Beyond these a number is a typing mistake, and some of them would take the machine down before torch could complain.
 _MOST_LAYERS = 10_000
 _MOST_WIDTH = 1_000_000
+_MOST_EXPERTS = 65_536
+_MOST_RANKS = 1_000_000
 _MOST_STEPS = 1_000_000_000
 _MOST_SEED = 2**63 - 1
 _MOST_SHOWN = 400  # characters of a path
@@ -31,9 +41,16 @@ _INTEGER_RANGES: dict[str, tuple[int, int]] = {
     "model.hidden": (1, _MOST_WIDTH),
     "model.vocab_size": (BYTE_VALUES, _MOST_WIDTH),
     "model.seq_len": (2, _MOST_WIDTH),
+    "model.n_experts": (0, _MOST_EXPERTS),
+    "model.top_k": (1, _MOST_EXPERTS),
+    "model.expert_hidden": (1, _MOST_WIDTH),
+    "model.moe_every": (1, _MOST_LAYERS),
     "data.seed": (0, _MOST_SEED),
     "optim.ns_steps": (1, 100),
     "schedule.warmup_steps": (0, _MOST_STEPS),
+    "parallel.pp": (1, _MOST_RANKS),
+    "parallel.ep": (1, _MOST_RANKS),
+    "parallel.chunks": (1, _MOST_LAYERS),
     "train.steps": (1, _MOST_STEPS),
     "train.batch_size": (1, _MOST_WIDTH),
     "train.accumulation": (1, _MOST_WIDTH),
@@ -64,6 +81,7 @@ _NUMBER_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "model.rope_base": (_is_positive, "a number above 0"),
     "model.norm_eps": (_is_positive, "a number above 0"),
     "model.init_std": (_is_positive, "a number above 0"),
+    "model.router_penalty": (_is_not_negative, "a number that is not negative"),
     "optim.lr": (_is_not_negative, "a number that is not negative"),
     "optim.momentum": (_is_decay, "a number from 0 up to, but not including, 1"),
     "optim.beta2": (_is_decay, "a number from 0 up to, but not including, 1"),
@@ -84,6 +102,9 @@ def validate(config: TrainConfig) -> list[Problem]:
     problems = [
         *_range_problems(config),
         *_model_problems(config.model),
+        *_expert_problems(config.model, config.parallel),
+        *_pipeline_problems(config),
+        *_gradient_problems(config.parallel),
         *_optim_problems(config.optim),
         *_schedule_problems(config),
         *_data_problems(config),
@@ -135,6 +156,98 @@ def _model_problems(model: ModelConfig) -> Iterator[Problem]:
                 f"d_model={model.d_model} and n_heads={model.n_heads} make heads of width {head_dim}: "
                 "expected an even width, rotary turns pairs. Change one of them, or set model.head_dim.",
             )
+
+
+def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+    if model.n_experts <= 0:
+        if parallel.ep > 1:
+            yield Problem(
+                "parallel.ep",
+                f"expected 1, got {parallel.ep}: the model has no experts to share out. Set model.n_experts too.",
+            )
+        return
+    if model.n_experts == 1:
+        yield Problem("model.n_experts", "expected 0 or at least 2, got 1: there would be nothing to choose.")
+    elif model.top_k > model.n_experts:
+        yield Problem("model.top_k", f"expected at most n_experts={model.n_experts}, got {model.top_k}.")
+    if model.moe_every > model.n_layers:
+        yield Problem(
+            "model.moe_every",
+            f"expected at most n_layers={model.n_layers}, got {model.moe_every}: no block would have experts.",
+        )
+    if parallel.ep > 1 and model.n_experts % parallel.ep != 0:
+        yield Problem(
+            "parallel.ep",
+            f"expected a divisor of n_experts={model.n_experts}, got {parallel.ep}: "
+            "every rank holds the same number of experts.",
+        )
+
+
+def _pipeline_problems(config: TrainConfig) -> Iterator[Problem]:
+    parallel, layers, microbatches = config.parallel, config.model.n_layers, config.train.accumulation
+    if parallel.pp <= 1:
+        if parallel.chunks > 1:
+            yield Problem(
+                "parallel.chunks",
+                f"expected 1, got {parallel.chunks}: only a pipeline has chunks. Set parallel.pp to 2 or more.",
+            )
+        return
+    if layers >= 1 and parallel.pp * parallel.chunks > layers:
+        stages = f"pp={parallel.pp}" + (f" times chunks={parallel.chunks}" if parallel.chunks > 1 else "")
+        yield Problem(
+            "parallel.pp", f"expected at most n_layers={layers} stages, got {stages}: every stage has a block."
+        )
+    if parallel.schedule == "gpipe":
+        if parallel.chunks > 1:
+            yield Problem("parallel.schedule", f"expected 1f1b with chunks={parallel.chunks}, got gpipe.")
+        return
+    rounds = max(1, microbatches // parallel.pp)
+    if microbatches < parallel.pp:
+        yield Problem(
+            "train.accumulation",
+            f"expected at least pp={parallel.pp} microbatches, which fill the pipeline, got {microbatches}. "
+            "Raise it, or set parallel.schedule to gpipe.",
+        )
+    elif parallel.chunks > 1 and microbatches % rounds != 0:
+        yield Problem(
+            "train.accumulation",
+            f"expected a multiple of pp={parallel.pp}, got {microbatches}: with chunks they go round in equal rounds.",
+        )
+
+
+def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Ways of summing and keeping gradients that do not go together; the plan refuses them too, but only once there is
+    one."""
+    if parallel.reducer != "collective" and parallel.layout == "replicated":
+        yield Problem(
+            "parallel.reducer",
+            f"expected collective with layout replicated, got {parallel.reducer}: an ordered sum arrives at one rank, and "
+            "there every rank needs it. Use layout flat.",
+        )
+    if parallel.reducer == "ordered_bf16" and parallel.grad_dtype != "fp32":
+        yield Problem(
+            "parallel.reducer",
+            f"expected collective or ordered with grad_dtype {parallel.grad_dtype}, got ordered_bf16: it rounds fp32 "
+            "gradients for the wire.",
+        )
+    is_all_reduced = parallel.layout == "compact" and parallel.reducer == "collective"
+    if parallel.shard_grads and (is_all_reduced or parallel.layout == "replicated"):
+        yield Problem(
+            "parallel.shard_grads",
+            f"expected false with layout {parallel.layout}, got true: every rank gets the whole sum of gradients there. "
+            "Use layout flat or padded.",
+        )
+
+
+def world_problems(parallel: ParallelConfig, world: int) -> list[Problem]:
+    """What is wrong with this many ranks; nothing of it can be known from a config alone."""
+    group = parallel.pp * parallel.ep
+    if world % group == 0:
+        return []
+    sizes = [f"{name}={size}" for name, size in (("pp", parallel.pp), ("ep", parallel.ep)) if size > 1]
+    where = f"parallel.{'pp' if parallel.pp > 1 else 'ep'}"
+    what = f"expected a multiple of {' times '.join(sizes)} ranks, got {world}."
+    return [Problem(where, f"{what} Start {group} or a multiple of it, with --nproc or torchrun.")]
 
 
 def _optim_problems(optim: OptimConfig) -> Iterator[Problem]:

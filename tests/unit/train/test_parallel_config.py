@@ -1,0 +1,125 @@
+"""Experts and pipelines in a config: every combination that cannot work is named before anything starts."""
+
+import pytest
+import torch
+
+from layerwise.comm.launch import Ranks, arrange
+from layerwise.config.load import load, split_overrides
+from layerwise.config.schema import ParallelConfig, resolve_model
+from layerwise.config.validate import validate, world_problems
+
+EXPERTS = ("--model.n-experts", "8")
+PIPELINE = ("--parallel.pp", "2", "--train.accumulation", "4")
+
+
+def validated(*words: str) -> list[str]:
+    return [str(problem) for problem in validate(load(None, split_overrides(words)[0]).config)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        EXPERTS,
+        (*EXPERTS, "--parallel.ep", "4", "--model.top-k", "8"),
+        (*EXPERTS, "--model.moe-every", "6"),
+        (*EXPERTS, "--model.router-penalty", "0"),
+        (*PIPELINE, "--parallel.pp", "4"),
+        (*PIPELINE, "--parallel.schedule", "gpipe", "--train.accumulation", "1"),
+        (*PIPELINE, "--parallel.chunks", "3"),
+        (*PIPELINE, "--parallel.chunks", "2", "--train.accumulation", "3"),
+        ("--parallel.layout", "compact", "--parallel.reducer", "ordered", "--parallel.shard-grads", "true"),
+        ("--parallel.layout", "padded", "--parallel.reducer", "ordered_bf16", "--parallel.shard-grads", "true"),
+        (*PIPELINE, *EXPERTS, "--parallel.ep", "2", "--model.tie-embeddings", "true"),
+    ],
+    ids=" ".join,
+)
+def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
+    assert validated(*words) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--parallel.ep", "2"), "parallel.ep: expected 1, got 2: the model has no experts to share out."),
+        (("--model.n-experts", "1"), "model.n_experts: expected 0 or at least 2, got 1"),
+        (("--model.n-experts", "-1"), "model.n_experts: expected an integer from 0 to 65536, got -1."),
+        ((*EXPERTS, "--model.top-k", "9"), "model.top_k: expected at most n_experts=8, got 9."),
+        ((*EXPERTS, "--model.top-k", "0"), "model.top_k: expected an integer from 1 to 65536, got 0."),
+        ((*EXPERTS, "--model.moe-every", "7"), "model.moe_every: expected at most n_layers=6, got 7: no block would"),
+        ((*EXPERTS, "--model.expert-hidden", "0"), "model.expert_hidden: expected an integer from 1"),
+        ((*EXPERTS, "--model.router-penalty", "-1"), "model.router_penalty: expected a number that is not negative"),
+        ((*EXPERTS, "--parallel.ep", "3"), "parallel.ep: expected a divisor of n_experts=8, got 3"),
+        (("--parallel.ep", "0"), "parallel.ep: expected an integer from 1"),
+        (("--parallel.pp", "0"), "parallel.pp: expected an integer from 1"),
+        (("--parallel.chunks", "2"), "parallel.chunks: expected 1, got 2: only a pipeline has chunks."),
+        ((*PIPELINE, "--parallel.pp", "7", "--train.accumulation", "7"), "at most n_layers=6 stages, got pp=7: every"),
+        ((*PIPELINE, "--parallel.chunks", "4"), "at most n_layers=6 stages, got pp=2 times chunks=4: every"),
+        ((*PIPELINE, "--train.accumulation", "1"), "train.accumulation: expected at least pp=2 microbatches"),
+        (
+            (*PIPELINE, "--parallel.chunks", "2", "--train.accumulation", "5"),
+            "train.accumulation: expected a multiple of pp=2, got 5",
+        ),
+        (
+            (*PIPELINE, "--parallel.chunks", "2", "--parallel.schedule", "gpipe"),
+            "parallel.schedule: expected 1f1b with chunks=2, got gpipe.",
+        ),
+        (
+            ("--parallel.layout", "replicated", "--parallel.reducer", "ordered"),
+            "parallel.reducer: expected collective with layout replicated, got ordered",
+        ),
+        (
+            ("--parallel.grad-dtype", "bf16", "--parallel.reducer", "ordered_bf16"),
+            "parallel.reducer: expected collective or ordered with grad_dtype bf16, got ordered_bf16",
+        ),
+        (
+            ("--parallel.layout", "compact", "--parallel.shard-grads", "true"),
+            "parallel.shard_grads: expected false with layout compact, got true",
+        ),
+        (
+            ("--parallel.layout", "replicated", "--parallel.shard-grads", "true"),
+            "parallel.shard_grads: expected false with layout replicated, got true",
+        ),
+    ],
+)
+def test_each_mistake_is_named(words: tuple[str, ...], expected: str) -> None:
+    found = validated(*words)
+    assert len(found) == 1, found
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize(
+    ("pp", "ep", "world", "expected"),
+    [
+        (1, 1, 7, ""),
+        (2, 1, 6, ""),
+        (2, 2, 4, ""),
+        (2, 1, 1, "parallel.pp: expected a multiple of pp=2 ranks, got 1. Start 2 or a multiple of it"),
+        (1, 4, 6, "parallel.ep: expected a multiple of ep=4 ranks, got 6. Start 4 or a multiple of it"),
+        (2, 2, 6, "parallel.pp: expected a multiple of pp=2 times ep=2 ranks, got 6. Start 4 or a multiple of it"),
+    ],
+)
+def test_a_number_of_ranks_that_does_not_fit_is_one_problem(pp: int, ep: int, world: int, expected: str) -> None:
+    found = [str(problem) for problem in world_problems(ParallelConfig(pp=pp, ep=ep), world)]
+    assert len(found) == (1 if expected else 0)
+    assert not expected or found[0].startswith(expected)
+
+
+def test_a_model_without_experts_has_none_in_any_block() -> None:
+    shape = resolve_model(load(None).config.model)
+    assert not any(shape.has_experts(block) for block in range(shape.n_layers))
+
+
+def ranks(world: int) -> Ranks:
+    return Ranks(rank=world - 1, world=world, local_rank=0, device=torch.device("cpu"))
+
+
+def test_ranks_that_are_all_data_parallel_need_no_mesh() -> None:
+    grid = arrange(ranks(3))
+    assert (grid.mesh, grid.pipeline, grid.experts.group) == (None, None, None)
+    assert (grid.data_coord, grid.data_world, grid.pp_coord, grid.experts.world) == (2, 3, 0, 1)
+
+
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (1, 2), (0, 1), (1, -1)])
+def test_ranks_that_cannot_be_arranged_are_refused_before_groups_are_made(pp: int, ep: int) -> None:
+    with pytest.raises(ValueError, match=f"3 ranks cannot be arranged as pp={pp} times ep={ep}"):
+        arrange(ranks(3), pp=pp, ep=ep)

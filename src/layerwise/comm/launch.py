@@ -10,7 +10,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks
 from layerwise.comm.facts import gather_facts
 from layerwise.errors import PlanMismatchError
 
@@ -23,6 +25,46 @@ class Ranks:
     world: int
     local_rank: int
     device: torch.device
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All ranks as pipeline x data x expert parallel, and this rank's place among them.
+
+    Expert ranks are neighbours, pipeline ranks are furthest apart: what travels most often has the shortest way.
+    """
+
+    mesh: DeviceMesh | None
+    """Axes "pp", "dp" and "ep"; None where all ranks are data parallel."""
+    pp: int
+    pp_coord: int
+    data_world: int
+    """Ranks that read different samples: all those of a pipeline stage."""
+    data_coord: int
+    """This rank among them; ranks of other stages with the same number read the same samples."""
+    pipeline: dist.ProcessGroup | None
+    """The ranks that hold the other stages of this rank's pipeline; None for a pipeline of one stage."""
+    experts: ExpertRanks
+
+
+def arrange(ranks: Ranks, *, pp: int = 1, ep: int = 1) -> Grid:
+    """Arrange all ranks in a grid. Every rank must ask for the same one: groups are made in here."""
+    if pp < 1 or ep < 1 or ranks.world % (pp * ep) != 0:
+        raise ValueError(f"{ranks.world} ranks cannot be arranged as pp={pp} times ep={ep} times data parallel ranks.")
+    if pp == ep == 1:
+        return Grid(None, 1, 0, ranks.world, ranks.rank, None, ALL_EXPERTS_HERE)
+    dp = ranks.world // (pp * ep)
+    mesh = init_device_mesh(ranks.device.type, (pp, dp, ep), mesh_dim_names=("pp", "dp", "ep"))
+    pp_coord, data_coord = divmod(ranks.rank, dp * ep)
+    return Grid(
+        mesh=mesh,
+        pp=pp,
+        pp_coord=pp_coord,
+        data_world=dp * ep,
+        data_coord=data_coord,
+        pipeline=mesh.get_group("pp") if pp > 1 else None,
+        experts=ExpertRanks(mesh.get_group("ep"), data_coord % ep, ep) if ep > 1 else ALL_EXPERTS_HERE,
+    )
 
 
 def start(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) -> Ranks:
@@ -63,11 +105,17 @@ def stop() -> None:
 
 def mean(value: float, ranks: Ranks) -> float:
     """The average of a number over ranks."""
+    return total(value, ranks) / ranks.world
+
+
+def total(value: float, ranks: Ranks) -> float:
+    """The sum of a number over ranks. Ranks that have nothing to say, such as those of a pipeline that see no loss, say
+    0."""
     if ranks.world == 1:
         return value
-    total = torch.tensor([value], dtype=torch.float64, device=ranks.device)
-    dist.all_reduce(total)
-    return float(total) / ranks.world
+    summed = torch.tensor([value], dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(summed)
+    return float(summed)
 
 
 def same_on_all(text: str, what: str, ranks: Ranks) -> None:

@@ -96,6 +96,7 @@ class Batching:
     """Sequences per rank and microbatch."""
     accumulation: int
     world: int
+    """Ranks that read samples of their own. Ranks of one pipeline count as one: they read the same."""
 
     @property
     def global_batch(self) -> int:

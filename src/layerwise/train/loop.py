@@ -10,7 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -21,13 +21,15 @@ import layerwise
 from layerwise.comm import launch
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, resolve_model
+from layerwise.config.validate import world_problems
 from layerwise.errors import ConfigError, Problem
 from layerwise.routing.files import read_rules, rules_to_toml
 from layerwise.routing.rules import summarise
 from layerwise.train.data import Batching, Corpus, Loader, load_corpus
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
-from layerwise.train.model import build_gpt, next_byte_loss
+from layerwise.train.model import count_params, next_byte_loss
 from layerwise.train.schedule import lr_factor
+from layerwise.train.stages import Passes, PipelinedModel, WholeModel, build_chunks, ties_of
 from layerwise.train.stop import StopRequest
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -91,6 +93,7 @@ class Run:
     corpus: Corpus
     loader: Loader
     model: layerwise.DataParallel
+    passes: Passes
     optimizer: layerwise.Optimizer
     base_lrs: tuple[float, ...]
     """Learning rate of every param group before the schedule."""
@@ -110,14 +113,8 @@ class Run:
         factor = lr_factor(self.config.schedule, step - 1, self.config.train.steps)
         for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base_lr * factor
-        accumulation = self.config.train.accumulation
-        for micro in range(accumulation):
-            batch = self.loader.train_batch(step - 1, micro)
-            with nullcontext() if micro == accumulation - 1 else self.model.no_sync():
-                # The gradient of the mean over all samples: microbatches share it here, ranks in DataParallel.
-                loss = next_byte_loss(self.model(batch.tokens), batch.targets).mean() / accumulation
-                loss.backward()  # type: ignore[no-untyped-call]
-            self.meter.loss_sum += loss.detach()
+        batches = [self.loader.train_batch(step - 1, micro) for micro in range(self.config.train.accumulation)]
+        self.meter.loss_sum += self.passes.train(batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.meter.steps += 1
@@ -128,7 +125,7 @@ class Run:
     def log(self, step: int) -> None:
         """Average over ranks what happened since the last time and tell it."""
         meter, stats = self.meter, self.optimizer.stats
-        loss = launch.mean(float(meter.loss_sum) / meter.steps, self.ranks)
+        loss = launch.total(float(meter.loss_sum) / meter.steps, self.ranks) / self.loader.batching.world
         lap_s = time.perf_counter() - meter.lap_started_s
         record = StepRecord(
             step=step,
@@ -150,7 +147,6 @@ class Run:
         self.tell(record)
         meter.lap_started_s = time.perf_counter()
 
-    @torch.no_grad()
     def evaluate(self, step: int) -> float:
         """Validation loss in bits per byte, over all ranks."""
         began_s = time.perf_counter()
@@ -158,9 +154,11 @@ class Run:
         self.model.eval()
         nats = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for batch, weights in self.loader.val_batches(num_sequences):
-            nats += (next_byte_loss(self.model(batch.tokens), batch.targets) * weights).sum()
+            logits = self.passes.logits(batch.tokens)
+            if logits is not None:
+                nats += (next_byte_loss(logits, batch.targets) * weights).sum()
         self.model.train()
-        val_loss = launch.mean(float(nats), self.ranks) * self.ranks.world / num_sequences
+        val_loss = launch.total(float(nats), self.ranks) / num_sequences
         val_bpb = val_loss / math.log(2)
         self.tell(EvalRecord(step=step, val_loss=val_loss, val_bpb=val_bpb, elapsed_s=self.meter.elapsed_s))
         self.meter.lap_started_s += time.perf_counter() - began_s  # validation is not the step's time
@@ -174,15 +172,17 @@ class Run:
 
     def record(self) -> RunRecord:
         """How this run begins."""
-        plan = self.model.plan
+        plan, parallel = self.model.plan, self.config.parallel
+        # With a pipeline or expert ranks no rank's plan has all params; the first rank speaks for its own.
+        whose = "on rank 0: " if parallel.pp * parallel.ep > 1 else ""
         return RunRecord(
             layerwise=layerwise.__version__,
             torch=str(torch.__version__),
             python=platform.python_version(),
             world=self.ranks.world,
             device=self.ranks.device.type,
-            num_params=sum(param.numel for param in plan.table),
-            routing=summarise(plan.routes, plan.table),
+            num_params=count_params(resolve_model(self.config.model)),
+            routing=whose + summarise(plan.routes, plan.table),
             layout=plan.layout_label,
             plan_digest=plan.digest,
             data_digest=self.corpus.digest,
@@ -216,13 +216,19 @@ def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher
     launch.same_on_all(corpus.digest, "training text", ranks)
     rules = read_rules(config.routing.rules_file)
     launch.same_on_all(rules_to_toml(rules), "routing rules", ranks)
-    module = build_gpt(shape, seed=config.train.seed, device=ranks.device, dtype=_DTYPES[config.train.precision])
+    grid = _arrange(config, ranks)
+    dtype = _DTYPES[config.train.precision]
+    chunks = build_chunks(config, shape, grid, ranks.device, dtype)
     with _routing_as_configuration(config):
         model = layerwise.DataParallel(
-            module,
+            chunks if len(chunks) > 1 else chunks[0],
             layout=config.parallel.layout,
             rules=rules,
             strict=config.routing.strict,
+            mesh=grid.mesh,
+            ties=ties_of(chunks),
+            reducer=config.parallel.reducer,
+            shard_grads=config.parallel.shard_grads,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
             bucket_mib=config.parallel.bucket_mib,
             grad_dtype=_DTYPES[config.parallel.grad_dtype],
@@ -233,19 +239,28 @@ def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher
             other=other_rule(config.optim),
             clip_grad_norm=config.optim.clip_grad_norm,
         )
-    batching = Batching(config.train.batch_size, config.train.accumulation, ranks.world)
-    loader = Loader(corpus, batching, shape.seq_len, config.data.seed, ranks.rank, ranks.device)
+    passes = PipelinedModel(chunks, config, grid, ranks.device) if grid.pp > 1 else WholeModel(model)
+    batching = Batching(config.train.batch_size, config.train.accumulation, grid.data_world)
+    loader = Loader(corpus, batching, shape.seq_len, config.data.seed, grid.data_coord, ranks.device)
     return Run(
         config=config,
         ranks=ranks,
         corpus=corpus,
         loader=loader,
         model=model,
+        passes=passes,
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
         watchers=watchers,
         meter=Meter(loss_sum=torch.zeros((), device=ranks.device)),
     )
+
+
+def _arrange(config: TrainConfig, ranks: launch.Ranks) -> launch.Grid:
+    problems = world_problems(config.parallel, ranks.world)
+    if problems:
+        raise ConfigError(problems)
+    return launch.arrange(ranks, pp=config.parallel.pp, ep=config.parallel.ep)
 
 
 @contextmanager

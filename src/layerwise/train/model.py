@@ -1,4 +1,5 @@
-"""The GPT that `layerwise train` trains: pre-norm blocks, grouped-query attention with rotary positions, SwiGLU.
+"""The GPT that `layerwise train` trains: pre-norm blocks, grouped-query attention with rotary positions, SwiGLU, or
+experts in its place; whole, or one stage of a pipeline.
 
 Shapes: B batch, T positions, D residual width, H query heads, K key heads, E head width, V vocabulary.
 
@@ -10,12 +11,44 @@ to Newton-Schulz as a matrix of its own.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks
 from layerwise.config.schema import ModelShape
+from layerwise.train.experts import MoE
+
+_OUTPUT_PROJECTIONS = ("attn.out.weight", "mlp.down.weight", "mlp.experts.down")
+"""What is added to the residual stream: these weights start smaller the more blocks there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of the parts that a pipeline cuts the GPT into: number `number`, from 0, of `count`."""
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the final norm and the output head."""
+        return self.number == self.count - 1
+
+    def blocks(self, n_layers: int) -> range:
+        """Its blocks: the numbers of blocks of any two stages differ by one at most."""
+        return range(n_layers * self.number // self.count, n_layers * (self.number + 1) // self.count)
+
+
+WHOLE = Stage()
+"""The only stage of a model that is not cut."""
 
 
 def rotary_angles(seq_len: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -82,14 +115,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and an MLP or experts, each behind a norm and added to the residual stream."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, mlp: MLP | MoE) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
         self.attn = Attention(shape)
         self.mlp_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
-        self.mlp = MLP(shape)
+        self.mlp = mlp
 
     def forward(self, x_BTD: Tensor, cos_TE2: Tensor, sin_TE2: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), cos_TE2, sin_TE2)
@@ -98,7 +131,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From byte tokens (B, T) to logits (B, T, V).
+    """From byte tokens (B, T) to logits (B, T, V); a stage of a pipeline takes and gives the residual stream (B, T, D)
+    where it is not the first or the last.
+
+    Params have the same names in a stage as in the whole model, and experts on several ranks the same as on one.
 
     >>> from layerwise.config.schema import ModelConfig, resolve_model
     >>> shape = resolve_model(ModelConfig(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, seq_len=8))
@@ -106,49 +142,102 @@ class GPT(nn.Module):
     (1, 8, 256)
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        stage: Stage = WHOLE,
+        experts: ExpertRanks = ALL_EXPERTS_HERE,
+        *,
+        penalty_share: float = 1.0,
+    ) -> None:
         super().__init__()
-        self.shape = shape
-        self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layers))
-        self.norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
-        if shape.tie_embeddings:
+        self.shape, self.stage, self.expert_ranks = shape, stage, experts
+        if stage.is_first:
+            self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.blocks = nn.ModuleList()
+        for number in stage.blocks(shape.n_layers):
+            has_experts = shape.has_experts(number)
+            mlp = MoE(shape, experts, penalty_share=penalty_share) if has_experts else MLP(shape)
+            self.blocks.add_module(str(number), Block(shape, mlp))  # by its number in the whole model
+        if stage.is_last:
+            self.norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
+            self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
+        self.tie_()
+
+    def tie_(self) -> None:
+        """Make the head the embedding, if they are tied and both are here."""
+        if self.shape.tie_embeddings and self.stage.is_first and self.stage.is_last:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # Computed here in fp32 rather than kept as a buffer: a buffer would be rounded when the model is cast to bf16.
-        cos, sin = rotary_angles(tokens_BT.shape[1], self.shape.head_dim, self.shape.rope_base, tokens_BT.device)
-        x_BTD = self.embed(tokens_BT)
+        cos, sin = rotary_angles(x.shape[1], self.shape.head_dim, self.shape.rope_base, x.device)
+        if self.stage.is_first:
+            x = self.embed(x)
         for block in self.blocks:
-            x_BTD = block(x_BTD, cos, sin)
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
-        return logits_BTV
+            x = block(x, cos, sin)
+        if self.stage.is_last:
+            x = self.head(self.norm(x))
+        return x
+
+    def ties(self) -> dict[str, str]:
+        """Names of weights that another stage holds a copy of, each with the param that is this stage's copy."""
+        if not self.shape.tie_embeddings or self.stage.count == 1:
+            return {}
+        if self.stage.is_first:
+            return {"embedding": "embed.weight"}
+        return {"embedding": "head.weight"} if self.stage.is_last else {}
 
     @torch.no_grad()
     def init_weights_(self, seed: int) -> None:
-        """Fill every param from `seed` alone, drawn on the CPU in fp32, so rank, device and dtype change nothing."""
+        """Fill every param from `seed` alone, drawn on the CPU in fp32, so rank, device and dtype change nothing.
+
+        The whole model is drawn and what is not here is thrown away, so stages and expert ranks change nothing either.
+        """
         generator = torch.Generator().manual_seed(seed)
         output_std = self.shape.init_std / math.sqrt(2 * self.shape.n_layers)
-        for fqn, param in self.named_parameters():
+        mine: dict[str, Tensor] = dict(self.named_parameters())
+        if self.shape.tie_embeddings and self.stage.is_last:
+            mine.setdefault("embed.weight", self.head.weight)  # the copy of a tied weight starts as the weight
+        with torch.device("meta"):
+            whole = GPT(self.shape)
+        for fqn, param in whole.named_parameters():
             if param.dim() == 1:
-                param.fill_(1.0)  # gains of the norms
+                if fqn in mine:
+                    mine[fqn].fill_(1.0)  # gains of the norms
                 continue
-            std = output_std if fqn.endswith(("attn.out.weight", "mlp.down.weight")) else self.shape.init_std
-            param.copy_(torch.empty(param.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+            std = output_std if fqn.endswith(_OUTPUT_PROJECTIONS) else self.shape.init_std
+            drawn = torch.empty(param.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+            if fqn in mine:
+                mine[fqn].copy_(self._local_part(fqn, drawn))
+
+    def _local_part(self, fqn: str, whole: Tensor) -> Tensor:
+        return whole.chunk(self.expert_ranks.world)[self.expert_ranks.rank] if ".experts." in fqn else whole
 
 
 def build_gpt(
-    shape: ModelShape, *, seed: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    shape: ModelShape,
+    stage: Stage = WHOLE,
+    experts: ExpertRanks = ALL_EXPERTS_HERE,
+    *,
+    seed: int,
+    penalty_share: float = 1.0,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> GPT:
-    """A GPT with its initial weights, the same on every rank for the same seed."""
+    """A GPT, or a stage of it, with its initial weights, the same on every rank for the same seed."""
     with torch.device("meta"):  # torch's own initialisation would cost time and move the global generator
-        model = GPT(shape)
+        model = GPT(shape, stage, experts, penalty_share=penalty_share)
     model = model.to(dtype).to_empty(device=device or torch.device("cpu"))
-    if shape.tie_embeddings:
-        model.head.weight = model.embed.weight  # to_empty gives every name its own memory
+    model.tie_()  # to_empty gives every name its own memory
     model.init_weights_(seed)
     return model
+
+
+def count_params(shape: ModelShape) -> int:
+    """Elements of all params of the whole model, tied ones once."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in GPT(shape).parameters())
 
 
 def next_byte_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

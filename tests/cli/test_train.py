@@ -11,7 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from layerwise.cli.exits import BAD_INPUT, OK
+from layerwise.cli.main import main
 from tests.cli.test_main import layerwise
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 SMALL = (
     *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.n-kv-heads", "1"),
@@ -38,7 +42,7 @@ def test_a_plain_run_prints_plain_lines_and_leaves_a_report_and_a_config_that_re
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()
-    assert "on 1 rank (cpu), layout flat, plan " in lines[0]
+    assert "on 1 rank (cpu), layout flat (auto), plan " in lines[0]
     assert lines[1].startswith("routing: matrix 4 params")
     assert lines[3].startswith("eval 0/6   0% | validation ")
     steps = [line for line in lines if line.startswith("step ")]
@@ -68,6 +72,35 @@ def test_two_ranks_through_torchrun_speak_with_one_voice(tmp_path: Path, text: s
     assert done.stdout.count("finished: 6 steps") == 1
     assert "on 2 ranks (cpu)" in done.stdout
     assert kinds_in(out_dir / "metrics.jsonl").count("run") == 1
+
+
+@pytest.mark.slow
+def test_a_pipeline_trains_on_two_ranks_through_torchrun(tmp_path: Path, text: str) -> None:
+    out_dir = tmp_path / "run"
+    words = ("--parallel.chunks", "2", "--model.seq-len", "16", "--train.steps", "4", "--train.log-every", "2")
+    words = (*words, "--schedule.warmup-steps", "1", "--train.eval-sequences", "3", "--data.path", text)
+    words = (*words, "--train.out-dir", str(out_dir), "--nproc", "2")
+    done = layerwise("train", str(CONFIGS / "pipeline.toml"), *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished: 4 steps") == 1
+    assert "routing: on rank 0: matrix " in done.stdout
+    assert kinds_in(out_dir / "metrics.jsonl") == ["run", "eval", "step", "step", "eval", "end"]
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_refused_before_any_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = str(CONFIGS / "pipeline.toml")
+    for words, found in (([], 1), (["--nproc", "3"], 3), (["--dry-run", "--nproc", "5"], 5)):
+        assert main(["train", pipeline, *words]) == BAD_INPUT
+        assert f"parallel.pp: expected a multiple of pp=2 ranks, got {found}." in capsys.readouterr().err
+    assert main(["train", pipeline, "--dry-run"]) == OK  # of how many ranks is not known
+    for rank, lines in ((0, 2), (1, 0)):  # said once, by the first rank of a machine
+        capsys.readouterr()
+        for variable, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 3)):
+            monkeypatch.setenv(variable, str(value))
+        assert main(["train", pipeline]) == BAD_INPUT
+        assert len(capsys.readouterr().err.splitlines()) == lines
 
 
 def test_a_signal_ends_the_run_with_a_report(tmp_path: Path, text: str) -> None:

@@ -30,6 +30,7 @@ from layerwise.config.load import FIELD_TYPES, Override, dump_json, load, split_
 from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, resolve_model
 from layerwise.config.validate import validate
 from layerwise.errors import ConfigError
+from tests.ranks import RankFailure, run_ranks
 
 FIGURE = "S16 config_fuzz"
 _LIMIT_S = 1.0
@@ -85,6 +86,7 @@ _CERTAINLY_WRONG: tuple[tuple[str, str], ...] = (
     *(("--train.steps", "0"), ("--train.steps", "1.5"), ("--train.precision", "fp8"), ("--data.val-fraction", "1")),
     *(("--data.path", "/no/such/place"), ("--train.out-dir", "/dev/null/x"), ("--optim.momentum", "1"), (".", "")),
     *(("--optim.coefficients", "magic"), ("--model.head-dim", "3"), ("--schedule.min-lr-ratio", "2")),
+    *(("--model.n-experts", "1"), ("--model.top-k", "0"), ("--parallel.pp", "0"), ("--parallel.schedule", "zb")),
 )
 
 
@@ -279,8 +281,8 @@ def check_command(case: Case, folder: Path) -> str | None:
     return f"took {cpu_s:.1f} s of processor time" if cpu_s > _LIMIT_S else None
 
 
-def make_small(rng: random.Random, folder: Path) -> TrainConfig:
-    """A valid config of a model that trains in a moment."""
+def make_small(rng: random.Random, folder: Path) -> tuple[TrainConfig, int]:
+    """A valid config of a model that trains in a moment, and the number of ranks to train it on."""
     choices: dict[str, Sequence[str]] = {
         "model.d_model": ("16", "32", "48"),
         "model.n_layers": ("1", "2"),
@@ -296,7 +298,13 @@ def make_small(rng: random.Random, folder: Path) -> TrainConfig:
         "optim.ns_dtype": ("bf16", "fp32"),
         "optim.clip_grad_norm": ("none", "0.5"),
         "schedule.kind": ("cosine", "wsd", "constant"),
-        "parallel.layout": ("auto", "flat", "replicated"),
+        "model.n_experts": ("0", "0", "4"),
+        "model.top_k": ("1", "2"),
+        "model.expert_hidden": ("none", "8"),
+        "model.router_penalty": ("0", "0.01"),
+        "parallel.layout": ("auto", "flat", "padded", "compact", "replicated"),
+        "parallel.reducer": ("collective", "ordered", "ordered_bf16"),
+        "parallel.schedule": ("1f1b", "gpipe"),
         "parallel.bucket_mib": ("none", "0.01"),
         "parallel.overlap_grad_reduce": ("true", "false"),
         "parallel.grad_dtype": ("fp32", "bf16"),
@@ -311,22 +319,52 @@ def make_small(rng: random.Random, folder: Path) -> TrainConfig:
         "train.batch_size": "2",
     }
     fixed |= {"schedule.warmup_steps": "0", "train.eval_sequences": "2", "train.out_dir": str(folder / "out")}
-    chosen = {**{path: rng.choice(values) for path, values in choices.items()}, **fixed}
-    return load_settings(None, [Override(f"--{path}", (value,)) for path, value in chosen.items()]).config
+    chosen = {path: rng.choice(values) for path, values in choices.items()} | fixed
+    world, arranged = rng.choice(_ARRANGEMENTS)
+    chosen |= arranged
+    if chosen["parallel.layout"] == "replicated" or chosen["parallel.grad_dtype"] == "bf16":
+        chosen["parallel.reducer"] = "collective"
+    if chosen["parallel.layout"] in ("flat", "padded"):
+        chosen["parallel.shard_grads"] = rng.choice(("true", "false"))
+    return load_settings(None, [Override(f"--{path}", (value,)) for path, value in chosen.items()]).config, world
 
 
-def check_training(config: TrainConfig) -> str | None:
-    """Two real steps, alone."""
+_ARRANGEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
+    (1, {}),
+    (1, {"model.n_experts": "4"}),
+    (2, {}),
+    (2, {"parallel.ep": "2", "model.n_experts": "4"}),
+    (2, {"parallel.pp": "2", "model.n_layers": "2", "train.accumulation": "2"}),
+    (
+        2,
+        {
+            "parallel.pp": "2",
+            "parallel.chunks": "2",
+            "parallel.schedule": "1f1b",
+            "model.n_layers": "4",
+            "train.accumulation": "2",
+        },
+    ),
+)
+"""Numbers of ranks, and what must be set for them."""
+
+
+def _train_on_rank(rank: int, world: int, config: TrainConfig) -> int:
     import torch
 
     from layerwise.comm.launch import Ranks
     from layerwise.train.loop import train
 
+    return train(config, Ranks(rank=rank, world=world, local_rank=rank, device=torch.device("cpu"))).step
+
+
+def check_training(config: TrainConfig, world: int) -> str | None:
+    """Two real steps, alone or on forked ranks."""
     try:
-        end = train(config, Ranks(rank=0, world=1, local_rank=0, device=torch.device("cpu")))
-    except Exception as error:
-        return f"a valid config did not train: {type(error).__name__}: {error}"
-    return None if end.step == 2 else f"stopped after {end.step} steps"
+        steps = [_train_on_rank(0, 1, config)] if world == 1 else run_ranks(world, _train_on_rank, config)
+    except (Exception, RankFailure) as error:
+        return f"a valid config did not train on {world} ranks: {config.parallel} {type(error).__name__}: {error}"
+    return None if set(steps) == {2} else f"stopped after {steps} steps"
 
 
 @contextmanager
@@ -354,7 +392,7 @@ def run(n: int, sabotage: bool) -> dict[str, Any]:
             if fault is None and number % 100 == 0:
                 fault = check_command(case, folder)
             if fault is None and number % 33 == 0:
-                fault = check_training(make_small(rng, folder))
+                fault = check_training(*make_small(rng, folder))
             if fault is not None:
                 faults.append(f"case {number} {case.words[:6]!r} {case.file!r:.200}: {fault}")
     return {

@@ -134,6 +134,7 @@ class Plan:
             "buckets": [
                 {
                     "label": f"bucket {bucket.index}",
+                    "layout": self.buffers[bucket.buffer].key.layout,
                     "buffer": self.buffers[bucket.buffer].key.label,
                     "offset": bucket.offset,
                     "numel": bucket.numel,

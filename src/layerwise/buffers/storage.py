@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.buffers.bind import torch_dtype
-from layerwise.errors import StateError
+from layerwise.errors import StateError, listed
 from layerwise.layout.plan import Plan
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan, Span
 
@@ -124,6 +124,9 @@ class Storage:
         self.ranks = dict(ranks)
         """This rank's number in every domain."""
         self.params = dict(params)
+        if plan.bucket_of.keys() != self.params.keys():
+            missing = sorted(plan.bucket_of.keys() ^ self.params.keys())
+            raise ValueError(f"params and plan do not match: {listed(missing)} is only in one of them.")
         self.buckets: tuple[Bucket, ...] = ()
         self._grad_parts: dict[str, tuple[Bucket, slice, torch.Size]] = {}
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads, where those stay

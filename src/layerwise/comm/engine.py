@@ -21,7 +21,7 @@ from layerwise.comm.groups import Domain, Groups, derive_together, tie_groups
 from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
 from layerwise.comm.roster import Roster
-from layerwise.errors import StateError
+from layerwise.errors import PlanMismatchError, StateError
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.routing.rules import RouteRule, suspicion
@@ -127,6 +127,12 @@ class Engine:
         self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
         ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
         self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
+        for bucket in self.plan.buckets:
+            if bucket.world != self.communicators[bucket.domain].world:
+                raise PlanMismatchError(
+                    f"{bucket.label} is laid out for {bucket.world} ranks, domain {bucket.domain!r} has "
+                    f"{self.communicators[bucket.domain].world}: shards would have no owner."
+                )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
         self.storage = Storage(self.plan, trainables, ranks)
         self.reducer = GradReducer(self.storage, self.communicators, self._ties, overlap=settings.overlap_grad_reduce)

@@ -69,13 +69,21 @@ class Roster:
         }
         gathered: list[Any] = share(groups, lambda: cuts)
         for tie, copies in self.copies.items():
-            first, *others = (gathered[min(groups.stages[stage])][tie] for stage in sorted(copies))
+            first, *others = ((stage, gathered[min(groups.stages[stage])].get(tie)) for stage in sorted(copies))
             for other in others:
-                if other != first:
+                if other[1] != first[1]:
                     raise PlanMismatchError(
-                        f"tie {tie!r} is stored as {other[0]} ({other[1]} shards) on one stage and as {first[0]} ({first[1]} "
-                        "shards) on another: expected the same. Give all stages the same layout, reducer and rules."
+                        f"tie {tie!r} is stored as {_cut_in_words(first[1])} on stage {first[0]} and as "
+                        f"{_cut_in_words(other[1])} on stage {other[0]}: expected the same. Give all stages the same layout, "
+                        "reducer and rules."
                     )
+
+
+def _cut_in_words(cut: Sequence[Any] | None) -> str:
+    if cut is None:
+        return "a part of a bucket that others share"
+    layout, num_shards, numel, borders = cut
+    return f"{layout}, {numel} elements in {num_shards} shards" + (f" at {borders}" if borders else "")
 
 
 def _describe_ties(ties: Mapping[str, str], params: Mapping[str, nn.Parameter]) -> dict[str, dict[str, object]]:

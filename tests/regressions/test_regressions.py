@@ -1,0 +1,47 @@
+"""Mistakes of another system: the library does not make them, and its tests would see them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.regressions import building, layouts, norms, publishing, reducing, state
+from tests.regressions.cases import Case, Mistake, observe
+
+THEMES = (publishing, layouts, building, reducing, norms, state)
+CASES: tuple[Case, ...] = tuple(case for theme in THEMES for case in theme.CASES)
+MISTAKES = [(case, mistake) for case in CASES for mistake in case.mistakes]
+PAGE = Path(__file__).parent.parent.parent / "docs" / "regressions.md"
+
+# Ranks that are left alone with a mistake must not be waited for long.
+TIMES = {"timeout_s": 45.0, "pg_timeout_s": 15.0}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_library_is_right(case: Case) -> None:
+    complaints = [text for texts in run_ranks(case.world, observe, case.check) for text in texts]
+    assert not complaints, "\n".join(complaints[:10])
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"), MISTAKES, ids=[f"{case.name}: {mistake.what}" for case, mistake in MISTAKES]
+)
+def test_the_mistake_is_caught(case: Case, mistake: Mistake) -> None:
+    found = [text for texts in run_ranks(case.world, observe, case.check, mistake.put_in, **TIMES) for text in texts]
+    assert any(re.search(mistake.seen_as, text) for text in found), "\n".join(found[:10]) or "the check saw nothing"
+
+
+def test_every_name_is_told_once_with_its_mistakes() -> None:
+    rows = {
+        cells[1].strip(): cells
+        for line in PAGE.read_text().splitlines()
+        if len(cells := line.split("|")) == 6 and re.fullmatch(r"[RD]\d+", cells[1].strip())
+    }
+    assert sorted(rows) == sorted(case.name for case in CASES)
+    for case in CASES:
+        assert case.check.__doc__, f"{case.name} does not say what went wrong"
+        told = rows[case.name][4]
+        assert [mistake.what for mistake in case.mistakes if mistake.what not in told] == [], case.name

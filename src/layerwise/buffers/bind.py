@@ -129,12 +129,22 @@ def named_trainables(*chunks: nn.Module) -> dict[str, nn.Parameter]:
     return {fqn: param for fqn, param in named_params(*chunks) if param.requires_grad}
 
 
+def _method(module: nn.Module, name: str) -> Callable[[], object] | None:
+    """A method by which a module tells us about its params, if it has one."""
+    found = getattr(module, name, None)
+    if found is not None and not callable(found):
+        raise TypeError(
+            f"{type(module).__name__}.{name} is a {type(found).__name__}: expected a method that returns a dict."
+        )
+    return found
+
+
 def _declared_domains(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Domains by fqn, where a module's own `param_domains()` names one."""
     found: dict[str, str] = {}
     for prefix, child in modules.items():
-        declare = getattr(child, "param_domains", None)
-        if not callable(declare):
+        declare = _method(child, "param_domains")
+        if declare is None:
             continue
         where = f"{type(child).__name__}.param_domains()"
         declared = declare()
@@ -155,13 +165,24 @@ def _declared_domains(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def domains_by_prefix(*chunks: nn.Module) -> Callable[[str], str]:
-    """Which domain a frozen param or a buffer belongs to: its own word, or that of the params beside it."""
+    """Which domain a param or a buffer belongs to: its own word, or that of the params beside or above it."""
     declared: dict[str, str] = {}
     for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
         named = _declared_domains(dict(chunk.named_modules(remove_duplicate=False)))
         declared.update({f"{prefix}{fqn}": domain for fqn, domain in named.items()})
     beside = {fqn.rpartition(".")[0]: domain for fqn, domain in declared.items()}
-    return lambda name: declared.get(name, beside.get(name.rpartition(".")[0], DENSE))
+
+    def domain_of(name: str) -> str:
+        if name in declared:
+            return declared[name]
+        holder = name
+        while holder:
+            holder = holder.rpartition(".")[0]
+            if holder in beside:
+                return beside[holder]
+        return DENSE
+
+    return domain_of
 
 
 def vocabulary_shapes(*chunks: nn.Module) -> set[tuple[int, int]]:
@@ -219,8 +240,8 @@ def _declared_splits(module: nn.Module, prefix: str) -> dict[str, Split]:
 
 
 def _declaration(module: nn.Module) -> Mapping[str, Split | Sequence[int]]:
-    splits = getattr(module, "matrix_splits", None)
-    if not callable(splits):
+    splits = _method(module, "matrix_splits")
+    if splits is None:
         return {}
     declared = splits()
     if not isinstance(declared, Mapping):

@@ -69,11 +69,6 @@ class GradRing:
         self.peak = 0
         """Most slots that were ever out at once."""
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the next lease would have to make a slot beyond those that are kept."""
-        return not self._free and len(self._leased) >= GRAD_SLOTS
-
     def lease(self, numel: int) -> Tensor:
         """Zeros, as many as a bucket needs."""
         slot = self._free.pop() if self._free else torch.empty(self._numel, dtype=self._dtype, device=self._device)

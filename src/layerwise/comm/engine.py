@@ -3,6 +3,7 @@ optimizer that steps it."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -20,12 +21,13 @@ from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Domain, Groups, derive_together, tie_groups
 from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
-from layerwise.comm.roster import Roster
+from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
+from layerwise.dtypes import DType
 from layerwise.errors import PlanMismatchError, StateError
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.routing.rules import RouteRule, suspicion
-from layerwise.routing.spec import DENSE
+from layerwise.routing.spec import DENSE, EXPERT
 from layerwise.units import MIB
 
 _HOOKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -48,6 +50,22 @@ class Settings:
     overlap_grad_reduce: bool = True
     check_collectives: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("strict", "shard_grads", "overlap_grad_reduce", "check_collectives"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        mib = self.bucket_mib
+        if mib is not None and not (isinstance(mib, int | float) and math.isfinite(mib) and mib > 0):
+            raise ValueError(f"bucket_mib must be a positive number, got {mib!r}. Leave it out for the default.")
+        if not isinstance(self.ties, Mapping) or not all(
+            isinstance(text, str) and text for pair in self.ties.items() for text in pair
+        ):
+            raise TypeError(
+                f"ties must be a dict from the name of a tie to the fqn of the copy here, got {self.ties!r}."
+            )
+        if len(set(self.ties.values())) < len(self.ties):
+            raise ValueError(f"ties={dict(self.ties)} names one param twice: a weight has one tie.")
+
 
 def plan_for(
     chunks: Sequence[nn.Module],
@@ -62,9 +80,9 @@ def plan_for(
     """The plan of live modules (also on the meta device). `vocabularies` are shapes of embeddings on other pipeline
     stages."""
     dtype = plain_dtype(settings.grad_dtype, "grad_dtype")
+    if dtype is DType.FP64:
+        raise TypeError("grad_dtype is torch.float64: expected one of fp32, bf16, fp16.")
     bucket_mib = settings.bucket_mib
-    if bucket_mib is not None and not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
-        raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}. Leave it out for the default.")
     table = param_table(*chunks, vocabularies=vocabularies, ties=settings.ties)
     if not any(param.trainable for param in table):
         raise ValueError(
@@ -110,17 +128,14 @@ class Engine:
         params = dict(named_params(*self.chunks))
         self._frozen = {fqn: param for fqn, param in params.items() if not param.requires_grad}
         trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
-        self.roster = Roster.of(groups, self.chunks, trainables, settings.ties)
+        self.roster = Roster.of(groups, self.chunks, trainables, self._frozen, settings.ties)
         self.plan = derive_together(
             groups,
             "plans",
             lambda: self._plan(params),
             lambda plan: {**plan.to_json(), "constants": self._describe_constants()},
         )
-        doubt = suspicion(self.plan.routes, self.plan.table)
-        if doubt is not None and groups.rank == 0:
-            warnings.warn(doubt, stacklevel=3)
-        self.roster.check_cuts(groups, self.plan)
+        check_alike(groups, self.roster, "is stored", cuts_of_ties(self.plan))
         self.sent_nbytes: Counter[str] = Counter()
         checked = settings.check_collectives
         self.everyone = Communicator(groups.training, self._contract(groups.control), self.sent_nbytes)
@@ -143,7 +158,7 @@ class Engine:
 
     def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
         _refuse_claimed(params)
-        return plan_for(
+        plan = plan_for(
             self.chunks,
             self.settings,
             world=self.groups.domains[DENSE].world,
@@ -152,6 +167,17 @@ class Engine:
             stages_by_tie={tie: len(stages) for tie, stages in self.roster.stages_by_tie.items()},
             vocabularies=self.roster.vocabularies,
         )
+        # In here, because a warning may be an error, and one on one rank must be one on all.
+        doubt = suspicion(plan.routes, plan.table)
+        if doubt is not None and self.groups.rank == 0:
+            warnings.warn(doubt, stacklevel=6)
+        if self.groups.domains[EXPERT].world < plan.world and not self.roster.has_experts and self.groups.rank == 0:
+            warnings.warn(
+                "the mesh has a dim 'ep', but no module names expert params in param_domains(): all params are averaged "
+                "over all ranks of a stage.",
+                stacklevel=6,
+            )
+        return plan
 
     def _contract(self, control: dist.ProcessGroup | None) -> Contract | None:
         return Contract(control) if self.settings.check_collectives and control is not None else None
@@ -172,8 +198,10 @@ class Engine:
         does, and copies of a tied weight from its first stage."""
         for bucket in self.storage.buckets:
             self.communicators[bucket.plan.domain].broadcast(bucket.replica, label=bucket.plan.label)
+        # By name: copies of different ties may lie in another order on another stage.
+        for bucket in sorted(self.storage.buckets, key=lambda bucket: bucket.plan.tie):
             if bucket.plan.tie:
-                self._ties[bucket.plan.tie].broadcast(bucket.replica, label=f"{bucket.plan.label} between stages")
+                self._ties[bucket.plan.tie].broadcast(bucket.replica, label=f"tie {bucket.plan.tie!r}")
             bucket.refresh_master()
         domain_of = domains_by_prefix(*self.chunks)
         for name, tensor in self._constants().items():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,8 @@ class Groups:
     stages: tuple[tuple[int, ...], ...] = ((0,),)
     """Every pipeline stage's ranks, in the order of the dense domain: the same place on two stages is the same place in
     all of their domains."""
+    expert_place: int = 0
+    """Which part of the experts this rank has."""
 
     @property
     def rank(self) -> int:
@@ -67,6 +69,11 @@ class Groups:
     def stage(self) -> int:
         """The pipeline stage of this rank."""
         return next(stage for stage, ranks in enumerate(self.stages) if self.rank in ranks)
+
+    @property
+    def place(self) -> list[int]:
+        """The pipeline stage of this rank, and its place among the ranks that share out experts."""
+        return [self.stage, self.expert_place]
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
@@ -84,13 +91,22 @@ def default_world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A group that waits as long as the user's own does: torch would give it half an hour, whatever was asked for."""
+    everyone: Any = dist.group.WORLD
+    own = everyone._get_backend(everyone._device_types[0])
+    timeout = getattr(getattr(own, "options", None), "_timeout", None)
+    group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
+    return group
+
+
 def all_ranks() -> Groups:
     """Every rank of the default process group as data parallel; a single process where there is no such group."""
     if not dist.is_available() or not dist.is_initialized():
         return NO_GROUPS
     # Not the default group itself: a bucket may be reduced in backward on one rank and in step() on another, and
     # whatever the user sends in between over the default group must not be taken for it.
-    training, control = dist.new_group(), dist.new_group(backend="gloo")
+    training, control = _new_group(), _new_group(backend="gloo")
     world = dist.get_world_size()
     everyone = Domain(group=training, control=control, rank=dist.get_rank(), world=world) if world > 1 else _ALONE
     return Groups(
@@ -112,7 +128,7 @@ def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool) -> Gro
         DENSE: _my_domain(stages, shared, checked=checked),
         EXPERT: _my_domain(_ranks_by(places, ("pp", "ep")), shared, checked=checked),
     }
-    return replace(everyone, domains=domains, stages=stages)
+    return replace(everyone, domains=domains, stages=stages, expert_place=places[everyone.rank].get("ep", 0))
 
 
 def check_mesh(mesh: object) -> None:
@@ -134,6 +150,25 @@ def check_mesh(mesh: object) -> None:
             f"mesh has the ranks {mesh.mesh.flatten().tolist()}, the process group {default_world()} ranks: expected every "
             "rank once. Build the mesh over all of them."
         )
+    along = names.index("pp") if "pp" in names else None
+    for stage in (mesh.mesh,) if along is None else mesh.mesh.unbind(along):
+        ranks = stage.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"mesh has the ranks {ranks} in one stage: expected them in ascending order, so that places on different "
+                "stages correspond. Build it with init_device_mesh()."
+            )
+
+
+def describe_mesh(mesh: DeviceMesh | None) -> dict[str, object] | None:
+    """A mesh as data: its dims in order, and who sits where."""
+    return None if mesh is None else {"dims": list(mesh.mesh_dim_names or ()), "ranks": mesh.mesh.tolist()}
+
+
+def num_stages(mesh: DeviceMesh | None) -> int:
+    """How many pipeline stages a mesh has."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return int(mesh.mesh.shape[names.index("pp")]) if mesh is not None and "pp" in names else 1
 
 
 def _places(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
@@ -159,8 +194,8 @@ def _my_domain(
     """The set that this rank is in. Every rank makes all groups, in the same order: torch asks for that."""
     for ranks in sets:
         if ranks not in shared and len(ranks) > 1:
-            control = dist.new_group(list(ranks), backend="gloo") if checked else None
-            shared[ranks] = dist.new_group(list(ranks)), control
+            control = _new_group(ranks, backend="gloo") if checked else None
+            shared[ranks] = _new_group(ranks), control
     rank = dist.get_rank()
     mine = next(ranks for ranks in sets if rank in ranks)
     if len(mine) == 1:
@@ -174,8 +209,8 @@ def tie_groups(groups: Groups, stages_by_tie: Mapping[str, Sequence[int]], *, ch
     found = {}
     for tie, stages in sorted(stages_by_tie.items()):
         for ranks in zip(*(groups.stages[stage] for stage in stages), strict=True):
-            control = dist.new_group(list(ranks), backend="gloo") if checked else None
-            group = dist.new_group(list(ranks))
+            control = _new_group(ranks, backend="gloo") if checked else None
+            group = _new_group(ranks)
             if groups.rank in ranks:
                 found[tie] = Domain(group=group, control=control, rank=ranks.index(groups.rank), world=len(ranks))
     return found

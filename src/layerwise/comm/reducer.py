@@ -21,6 +21,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.reductions import reduction_of
 from layerwise.layout.schedule import tie_op
+from layerwise.layout.storage import BucketPlan
 
 
 class BucketPhase(Enum):
@@ -84,7 +85,7 @@ class GradReducer:
         self._next = 0
         self._is_last_round = True
         self._is_finished = False
-        self._num_rounds = 0
+        self.num_rounds = 0
         self.reset()
 
     @property
@@ -136,6 +137,7 @@ class GradReducer:
     @torch.no_grad()
     def reduce_again(self, fqns: Iterable[str]) -> None:
         """Add what came late to the sums of these params' buckets: the same ones on every rank."""
+        more_of: dict[int, Tensor] = {}
         for index in sorted({self._bucket_of[fqn] for fqn in fqns}):
             bucket = self._storage.buckets[index]
             full = torch.zeros(bucket.plan.numel, dtype=self._reductions[index].dtype, device=bucket.work.device)
@@ -144,11 +146,12 @@ class GradReducer:
                     self._storage.view_in(full, fqn).add_(grad)
                     self._seen.add(fqn)
             out = torch.empty_like(bucket.grad_shard)
-            self._reductions[index].start(full, out, self._num_rounds).wait()
-            self._num_rounds += 1
-            more = out.to(bucket.work.dtype)
-            self._add_stages(index, more)
-            bucket.work.add_(more)
+            self._reductions[index].start(full, out, self.num_rounds).wait()
+            self.num_rounds += 1
+            more_of[index] = out.to(bucket.work.dtype)
+        self._add_stages(more_of)
+        for index, more in more_of.items():
+            self._storage.buckets[index].work.add_(more)
         self._late_grads.clear()
 
     def _launch_ready(self) -> None:
@@ -174,26 +177,20 @@ class GradReducer:
             if placement.fqn not in self._written:
                 self._storage.grad_view(placement.fqn).zero_()
         out = torch.empty_like(bucket.grad_shard) if progress.has_landed or progress.flights else bucket.grad_shard
-        handle = self._reductions[bucket.plan.index].start(full, out, self._num_rounds)
+        handle = self._reductions[bucket.plan.index].start(full, out, self.num_rounds)
         progress.flights.append(_Flight(handle, full, out))
         progress.phase = BucketPhase.REDUCING
 
     def _lease(self, bucket: Bucket) -> None:
-        """Memory for the full gradient of a bucket. Where none is free, the oldest reduction of its buffer is waited
-        for; where none is under way, there will be one slot more for a while."""
+        """Memory for the full gradient of a bucket: that of a reduction which is over, or else one slot more for a while.
+        Nothing is waited for here. A peer may reduce a bucket only in its step(), and the user may have collectives of
+        their own before that."""
         ring = bucket.ring
         if ring is None:
             raise RuntimeError(f"{bucket.plan.label} does not lease its gradient.")
-        siblings = [
-            (other, self._progress[other.plan.index])
-            for other in self._storage.buckets
-            if other.ring is ring and self._progress[other.plan.index].flights
-        ]
-        for other, progress in siblings:
-            if all(flight.handle.is_ready for flight in progress.flights):
+        for other, progress in zip(self._storage.buckets, self._progress, strict=True):
+            if other.ring is ring and all(flight.handle.is_ready for flight in progress.flights):
                 self._land(other, progress)
-        if ring.exhausted and siblings:
-            self._land(*siblings[0])
         bucket.grad = ring.lease(bucket.plan.numel)
 
     def _land(self, bucket: Bucket, progress: _Progress) -> None:
@@ -220,7 +217,10 @@ class GradReducer:
         self._is_last_round = False
         self._launch_rest()
         self._learn()
-        late, self._late_grads = self._late_grads, []
+        late = self._late_grads
+        self._late_grads = [
+            (fqn, grad) for fqn, grad in late if self._storage.buckets[self._bucket_of[fqn]].ring is None
+        ]
         for bucket, progress in zip(self._storage.buckets, self._progress, strict=True):
             progress.pending = len(bucket.plan.placements)
             if bucket.ring is not None:
@@ -229,13 +229,14 @@ class GradReducer:
                 bucket.grad = None
         self._next = 0
         for fqn, grad in late:
-            self._accumulate(fqn, grad)
+            if self._storage.buckets[self._bucket_of[fqn]].ring is not None:
+                self._accumulate(fqn, grad)
 
     def _learn(self) -> None:
         self._seen.update(self._written)
         self._expected = dict(self._arrivals)
         self._arrivals.clear()
-        self._num_rounds += 1
+        self.num_rounds += 1
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
@@ -248,16 +249,19 @@ class GradReducer:
             for bucket in self._storage.buckets:
                 if bucket.work.data_ptr() != bucket.grad_shard.data_ptr():
                     bucket.work.copy_(bucket.grad_shard)
-                self._add_stages(bucket.plan.index, bucket.work)
+            self._add_stages({index: self._storage.buckets[index].work for index in self._ties})
             self._is_finished = True
         return frozenset(self._bucket_of).difference(self._seen, self.late)
 
-    def _add_stages(self, index: int, shard: Tensor) -> None:
-        """Sum a tied weight's gradient over the pipeline stages that hold a copy of it."""
-        if index in self._ties:
+    def _add_stages(self, shards: Mapping[int, Tensor]) -> None:
+        """Sum the gradients of tied weights over the pipeline stages that hold copies of them; the order is by name,
+        since their buckets may come in another order on another stage."""
+        for index in sorted(shards.keys() & self._ties.keys(), key=lambda index: self._plan_of(index).tie):
             communicator = self._ties[index]
-            op = tie_op(self._storage.buckets[index].plan, communicator.world)
-            communicator.all_reduce(op, shard).wait()
+            communicator.all_reduce(tie_op(self._plan_of(index), communicator.world), shards[index]).wait()
+
+    def _plan_of(self, index: int) -> BucketPlan:
+        return self._storage.buckets[index].plan
 
     def _launch_rest(self) -> None:
         while self._next < len(self._launches):
@@ -267,6 +271,13 @@ class GradReducer:
         self._launch_rest()
         for bucket, progress in zip(self._storage.buckets, self._progress, strict=True):
             self._land(bucket, progress)
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget all gradients, wherever ranks are: every rank does it, so all of them finish the round first."""
+        self._is_last_round = True
+        self._finish_round()
+        self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:

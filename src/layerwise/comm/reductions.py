@@ -68,7 +68,7 @@ class _Ordered:
         self._op = reduce_op(bucket.plan, grad_dtype)
         self._splits = bucket.plan.shard_numels()
         self._mine = bucket.plan.shard_numel(bucket.shard)
-        self._is_stochastic = bucket.plan.reducer == "ordered_bf16"
+        self._is_stochastic = bucket.plan.reducer == "ordered_bf16" and communicator.world > 1
         self._seed = bucket.plan.index
 
     def start(self, full: Tensor, out: Tensor, round_number: int) -> Handle:

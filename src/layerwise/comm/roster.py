@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from layerwise.buffers.bind import vocabulary_shapes
+from layerwise.buffers.bind import domains_by_prefix, vocabulary_shapes
 from layerwise.comm.groups import Groups, share
 from layerwise.errors import PlanMismatchError, did_you_mean
 from layerwise.layout.plan import Plan
+from layerwise.routing.spec import EXPERT
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Roster:
     """Of each tied weight, the fqn of its copy on every stage that holds one."""
     vocabularies: frozenset[tuple[int, int]]
     """Shapes of the embeddings of any stage: a linear layer onto the rows of one is an output head, wherever it is."""
+    has_experts: bool
+    """Whether any stage has params of the expert domain."""
 
     @property
     def stages_by_tie(self) -> dict[str, tuple[int, ...]]:
@@ -36,16 +39,20 @@ class Roster:
         groups: Groups,
         chunks: Sequence[nn.Module],
         trainables: Mapping[str, nn.Parameter],
+        frozen: Collection[str],
         ties: Mapping[str, str],
     ) -> Roster:
         if len(groups.stages) == 1:
-            return cls((tuple(trainables),), {}, frozenset(vocabulary_shapes(*chunks)))
+            return cls(
+                (tuple(trainables),), {}, frozenset(vocabulary_shapes(*chunks)), _has_experts(chunks, trainables)
+            )
 
         def mine() -> dict[str, Any]:
             facts = {
                 "fqns": list(trainables),
-                "ties": _describe_ties(ties, trainables),
+                "ties": _describe_ties(ties, trainables, frozen),
                 "vocabularies": sorted(vocabulary_shapes(*chunks)),
+                "experts": _has_experts(chunks, trainables),
             }
             # One rank speaks for its stage: the others will have to plan the same.
             return facts if groups.rank == min(groups.stages[groups.stage]) else {}
@@ -56,41 +63,58 @@ class Roster:
             fqns=tuple(tuple(stage["fqns"]) for stage in stages),
             copies=_copies([stage["ties"] for stage in stages]),
             vocabularies=frozenset((rows, cols) for stage in stages for rows, cols in stage["vocabularies"]),
+            has_experts=any(stage["experts"] for stage in stages),
         )
 
-    def check_cuts(self, groups: Groups, plan: Plan) -> None:
-        """Raise on every rank unless all stages cut a tied weight alike: its shards are summed place by place."""
-        if not self.copies:
-            return
-        cuts = {
-            bucket.tie: [plan.buffers[bucket.buffer].key.layout, bucket.num_shards, bucket.numel, list(bucket.borders)]
-            for bucket in plan.buckets
-            if bucket.tie
-        }
-        gathered: list[Any] = share(groups, lambda: cuts)
-        for tie, copies in self.copies.items():
-            first, *others = ((stage, gathered[min(groups.stages[stage])].get(tie)) for stage in sorted(copies))
-            for other in others:
-                if other[1] != first[1]:
-                    raise PlanMismatchError(
-                        f"tie {tie!r} is stored as {_cut_in_words(first[1])} on stage {first[0]} and as "
-                        f"{_cut_in_words(other[1])} on stage {other[0]}: expected the same. Give all stages the same layout, "
-                        "reducer and rules."
-                    )
+
+def check_alike(groups: Groups, roster: Roster, what: str, mine: Mapping[str, str]) -> None:
+    """Raise on every rank unless all stages say the same of the copies of a tied weight: `mine` is what this one says of
+    each of its own."""
+    if not roster.copies:
+        return
+    gathered: list[Any] = share(groups, lambda: dict(mine))
+    for tie, copies in roster.copies.items():
+        (first, one), *others = ((stage, gathered[min(groups.stages[stage])].get(tie)) for stage in sorted(copies))
+        for stage, other in others:
+            if other != one:
+                raise PlanMismatchError(
+                    f"tie {tie!r} {what} as {one} on stage {first} ({copies[first]!r}) and as {other} on stage {stage} "
+                    f"({copies[stage]!r}): copies of one weight must be alike. Give all stages the same layout, rules and "
+                    "options for it."
+                )
 
 
-def _cut_in_words(cut: Sequence[Any] | None) -> str:
-    if cut is None:
-        return "a part of a bucket that others share"
-    layout, num_shards, numel, borders = cut
-    return f"{layout}, {numel} elements in {num_shards} shards" + (f" at {borders}" if borders else "")
+def cuts_of_ties(plan: Plan) -> dict[str, str]:
+    """How each tied weight is stored and routed, in words: its shards are summed place by place, and all of its copies
+    must take the same update."""
+    found = {}
+    for bucket in plan.buckets:
+        if bucket.tie:
+            route = plan.routes[bucket.placements[0].fqn]
+            borders = f" at {list(bucket.borders)}" if bucket.borders else ""
+            found[bucket.tie] = (
+                f"{plan.buffers[bucket.buffer].key.layout}, {bucket.numel} elements in {bucket.num_shards} shards{borders}, "
+                f"{route.family} {[(matrix.rows, matrix.cols) for matrix in route.matrices]} {dict(route.options)}"
+            )
+    return found
 
 
-def _describe_ties(ties: Mapping[str, str], params: Mapping[str, nn.Parameter]) -> dict[str, dict[str, object]]:
+def _has_experts(chunks: Sequence[nn.Module], trainables: Mapping[str, nn.Parameter]) -> bool:
+    domain_of = domains_by_prefix(*chunks)
+    return any(domain_of(fqn) == EXPERT for fqn in trainables)
+
+
+def _describe_ties(
+    ties: Mapping[str, str], params: Mapping[str, nn.Parameter], frozen: Collection[str]
+) -> dict[str, dict[str, object]]:
     """What other stages have to know of this stage's copies."""
     found: dict[str, dict[str, object]] = {}
     for tie, fqn in ties.items():
         param = params.get(fqn)
+        if fqn in frozen:
+            raise ValueError(
+                f"tie {tie!r} names {fqn!r}, which is frozen: expected a param that is trained on every stage."
+            )
         if param is None:
             raise ValueError(
                 f"tie {tie!r} names {fqn!r}, which is no trainable param of this stage." + did_you_mean(fqn, params)

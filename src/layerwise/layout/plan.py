@@ -140,6 +140,7 @@ class Plan:
                     "numel": bucket.numel,
                     "num_shards": bucket.num_shards,
                     "borders": list(bucket.borders),
+                    "tie": bucket.tie,
                     "reducer": bucket.reducer,
                     "publisher": bucket.publisher,
                     "params": [[placement.fqn, placement.offset, placement.numel] for placement in bucket.placements],

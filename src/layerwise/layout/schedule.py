@@ -96,14 +96,14 @@ def reduce_op(bucket: BucketPlan, grad_dtype: DType) -> CommOp:
             )
         case "ordered" | "ordered_bf16":
             sent = tuple(bucket.numel - own for own in bucket.shard_numels())
-            wire = grad_dtype if bucket.reducer == "ordered" else _STOCHASTIC_WIRE
+            wire = _STOCHASTIC_WIRE if bucket.reducer == "ordered_bf16" and bucket.world > 1 else grad_dtype
             return CommOp("reduce", "all_to_all", bucket.label, wire, sum(sent), bucket.world, sent, bucket.domain)
 
 
 def tie_op(bucket: BucketPlan, stages: int) -> CommOp:
     """The sum of a tied weight's reduced gradient over the pipeline stages that hold a copy of it, shard by shard."""
     numels = bucket.shard_numels() if bucket.num_shards > 1 else (bucket.numel,) * bucket.world
-    return CommOp("tie", "all_reduce", bucket.label, DType.FP32, max(numels), stages, numels, bucket.domain)
+    return CommOp("tie", "all_reduce", f"tie {bucket.tie!r}", DType.FP32, max(numels), stages, numels, bucket.domain)
 
 
 def publish_op(bucket: BucketPlan, dtype: DType) -> CommOp | None:
@@ -157,7 +157,8 @@ def build_schedule(
     )
     bucket_by_index = {bucket.index: bucket for bucket, _ in pairs}
     ops = [reduce_op(bucket, grad_dtype) for bucket, _ in pairs]
-    ops.extend(tie_op(bucket, stages_by_tie[bucket.tie]) for bucket, _ in pairs if bucket.tie)
+    tied = sorted((bucket for bucket, _ in pairs if bucket.tie), key=lambda bucket: bucket.tie)
+    ops.extend(tie_op(bucket, stages_by_tie[bucket.tie]) for bucket in tied)
     ops.append(stats_op(stats_numel, ranks))
     for work in works:
         totals = sent_numel(work, bucket_by_index)

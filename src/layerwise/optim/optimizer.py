@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine, Settings
 from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, default_world, derive_together
+from layerwise.comm.roster import check_alike
 from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
@@ -21,7 +22,7 @@ from layerwise.optim.groups import GroupPlan, check_options, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler, checked_loss_scale
 from layerwise.optim.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
-from layerwise.optim.stats import StatsPass, StepStats, Totals, assign_norm_groups
+from layerwise.optim.stats import Seen, StatsPass, StepStats, Totals, assign_norm_groups
 from layerwise.optim.update import Update
 from layerwise.routing.rules import RouteRule
 
@@ -95,17 +96,18 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         self._plain = not _is_wrapped(model)
         self._engine = _engine_of(model, rules, strict)
+        plan = self._engine.plan
         self._loss_was_scaled = False
         self._step_count = 0
         self.stats = StepStats()
-        planned = derive_together(
-            self._engine.groups,
-            "optimizer arguments",
-            lambda: Planned(
-                groups=plan_groups(self._engine.plan, matrix=matrix, other=other),
+
+        def plan_arguments() -> Planned:
+            self._refuse(rules, strict)
+            return Planned(
+                groups=plan_groups(plan, matrix=matrix, other=other),
                 norm_group_of=assign_norm_groups(
-                    self._engine.plan,
-                    dict(norm_groups or {}),
+                    plan,
+                    {} if norm_groups is None else norm_groups,
                     {fqn for fqns in self._engine.roster.fqns for fqn in fqns},
                 ),
                 norm_group_names=tuple(norm_groups or ()),
@@ -116,14 +118,14 @@ class Optimizer(torch.optim.Optimizer):
                     skip_above=skip_above,
                     strict_grads=strict_grads,
                 ),
-                loss_scale=checked_loss_scale(loss_scale, self._engine.plan),
+                loss_scale=checked_loss_scale(loss_scale, plan),
                 count_zeros=count_zeros,
-            ),
-            Planned.facts,
-        )
+            )
+
+        planned = derive_together(self._engine.groups, "optimizer arguments", plan_arguments, Planned.facts)
         # Clipping and skipping are decided by every rank for itself, from the same numbers: by the same rules too.
         agree(self._engine.groups, "optimizer arguments", planned.common_facts(), across_stages=True)
-        self._groups, self._policy = planned.groups, planned.policy
+        self._groups, self._policy, self._norm_group_of = planned.groups, planned.policy, planned.norm_group_of
         self._scaler = LossScaler(planned.loss_scale) if planned.loss_scale is not None else None
         self._stats_pass = StatsPass(self._engine, planned.norm_group_of, planned.norm_group_names, zeros=count_zeros)
         self._exchange = matrix.is_matrix_rule
@@ -135,9 +137,21 @@ class Optimizer(torch.optim.Optimizer):
             self._engine, self._groups, planned.norm_group_of, self.schedule, self._wire_dtypes, self._exchange
         )
         self._planned_ns_dtypes = self._ns_dtypes()
+        check_alike(self._engine.groups, self._engine.roster, "is updated", self._tie_settings())
         for fqn, tensors in self._update.state_by_fqn().items():
             self.state[self._engine.storage.params[fqn]] = tensors
         self._engine.has_optimizer = True
+
+    def _refuse(self, rules: object, strict: bool) -> None:
+        """Raise for what a wrapped model does not take."""
+        if not self._plain and (rules is not None or strict):
+            raise ValueError(
+                "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
+            )
+        if self._engine.has_optimizer:
+            raise StateError(
+                "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it."
+            )
 
     @cached_property
     def schedule(self) -> CommSchedule:
@@ -169,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
         problem = self._preflight()
         divisor = self._engine.plan.world * (self._scaler.scale if self._scaler is not None else 1.0)
         try:
-            totals = self._reduce(repr([self._settings(), problem]), divisor)
+            totals = self._reduce(problem, divisor)
             self._check_agreement(totals, problem)
             self._finish(totals, divisor)
         finally:
@@ -178,15 +192,38 @@ class Optimizer(torch.optim.Optimizer):
             self._loss_was_scaled = False
         return loss
 
-    def _reduce(self, settings: str, divisor: float) -> Totals:
+    def _reduce(self, problem: Exception | None, divisor: float) -> Totals:
         """Finish the reductions and take the statistics; again for buckets that were reduced too early on any rank."""
         reducer = self._engine.reducer
-        missing = reducer.finish()
-        totals = self._stats_pass.reduce(missing=missing, late=reducer.late, settings=settings, divisor=divisor)
+        is_unscaled = self._scaler is not None and reducer.has_gradients and not self._loss_was_scaled
+        seen = Seen(
+            missing=reducer.finish(),
+            late=reducer.late,
+            settings=repr([self._settings(), problem]),
+            tie_settings=self._tie_settings(),
+            has_problem=problem is not None,
+            is_scaled=self._loss_was_scaled,
+            is_unscaled=is_unscaled,
+        )
+        totals = self._stats_pass.reduce(seen, divisor)
         if totals.late:
             reducer.reduce_again(self._here(totals.late))
-            totals = self._stats_pass.reduce(missing=missing, late=reducer.late, settings=settings, divisor=divisor)
+            totals = self._stats_pass.reduce(replace(seen, late=reducer.late), divisor)
         return totals
+
+    def _tie_settings(self) -> dict[str, str]:
+        """What all copies of a tied weight must have in common: where it differed they would drift apart."""
+        options_of = {
+            fqn: {name: value for name, value in group.items() if name not in ("params", "fqns")}
+            for group in self.param_groups
+            for fqn in group["fqns"]
+        }
+        mine = self._engine.groups.stage
+        return {
+            tie: repr([sorted(options_of[copies[mine]].items()), self._norm_group_of[copies[mine]]])
+            for tie, copies in self._engine.roster.copies.items()
+            if mine in copies
+        }
 
     def _here(self, late: Collection[tuple[int, str]]) -> set[str]:
         """Late params of this stage, and copies here of a tied weight that was late elsewhere."""
@@ -218,22 +255,27 @@ class Optimizer(torch.optim.Optimizer):
         raise TypeError("an Optimizer cannot be pickled: its state lives in the model's buffers. Use state_dict().")
 
     def state_dict(self) -> dict[str, object]:
-        """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Pure: nothing is
-        computed or changed."""
+        """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Masters are those of the
+        weights as they are: what the user wrote into them counts."""
+        self._engine.storage.pull_changed_params()
         return export_state(super().state_dict(), self._extra_state())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
-        it on every rank."""
+        it on every rank. Gradients that were not used yet are forgotten."""
         fitting = derive_together(
             self._engine.groups,
             "state dicts",
             lambda: fit_state(self, state_dict, self._extra_state(), fixed=("ns_dtype",)),
             lambda found: {"step": found.extra["step"], "loss_scale": found.extra["loss_scale"]},
         )
+        common = {"step": fitting.extra["step"], "loss_scale": fitting.extra["loss_scale"]}
+        agree(self._engine.groups, "state dicts", common, across_stages=True)
+        self._engine.reducer.discard()
         fitting.write(self)
         self._step_count = fitting.extra["step"]
+        self._engine.reducer.num_rounds = fitting.extra["rounds"]
         if self._scaler is not None and fitting.extra["loss_scale"] is not None:
             self._scaler.load_state_dict(fitting.extra["loss_scale"])
         for bucket in self._engine.storage.buckets:
@@ -246,6 +288,8 @@ class Optimizer(torch.optim.Optimizer):
             "plan": self._engine.plan.digest,
             "spans": describe_spans(self._engine.storage),
             "loss_scale": self._scaler.state_dict() if self._scaler is not None else None,
+            "rounds": self._engine.reducer.num_rounds,
+            "place": self._engine.groups.place,
         }
 
     def _settings(self) -> dict[str, object]:
@@ -285,10 +329,6 @@ class Optimizer(torch.optim.Optimizer):
             raise StateError(
                 "ns_dtype was changed after construction: the exchange was planned with another dtype. Build a new Optimizer."
             )
-        if self._scaler is not None and self._engine.reducer.has_gradients and not self._loss_was_scaled:
-            raise StateError(
-                "step() with loss_scale set, but the loss was not scaled: call optimizer.scale_loss(loss).backward()."
-            )
 
     def _ns_dtypes(self) -> list[object]:
         return [group.get("ns_dtype") for group in self.param_groups]
@@ -306,13 +346,22 @@ class Optimizer(torch.optim.Optimizer):
         """Raise on every rank if any of them has a problem or other settings, or if a gradient that must be there is
         not."""
         world = self._engine.plan.world
-        if not totals.consistent:
-            agree_despite(self._engine.groups, "optimizer settings", problem, self._settings())
+        if not totals.consistent or totals.problems:
+            groups = self._engine.groups
+            agree_despite(groups, "optimizer settings", problem, self._settings())
+            check_alike(groups, self._engine.roster, "is updated", self._tie_settings())
             raise PlanMismatchError(
                 "ranks called step() with different optimizer settings, which have changed back since."
             )
-        if problem is not None:
-            raise problem
+        # A pipeline's loss is scaled where it is known, on the last stage; others have gradients of it.
+        some = any(totals.scaled)
+        for stage, (scaled, unscaled) in enumerate(zip(totals.scaled, totals.unscaled, strict=True)):
+            if unscaled and (scaled or not some):
+                where = f" on {unscaled} ranks" + (f" of stage {stage}" if len(totals.scaled) > 1 else "")
+                raise StateError(
+                    f"step() with loss_scale set, but the loss was not scaled{where}: call "
+                    "optimizer.scale_loss(loss).backward()."
+                )
         if self._policy.strict_grads and totals.missing:
             names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items()]
             raise StateError(
@@ -363,14 +412,6 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
     """The engine of a wrapped model, or a new one for a plain module in a single process."""
     engine = getattr(model, "engine", None)
     if isinstance(engine, Engine):
-        if rules is not None or strict:
-            raise ValueError(
-                "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
-            )
-        if engine.has_optimizer:
-            raise StateError(
-                "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it."
-            )
         return engine
     if not isinstance(model, nn.Module):
         raise TypeError(

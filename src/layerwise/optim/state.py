@@ -20,6 +20,10 @@ class ExtraState(TypedDict):
     step: int
     plan: str
     spans: dict[str, list[int]]
+    place: list[int]
+    """Pipeline stage, and place among the ranks that share out experts."""
+    rounds: int
+    """Reductions so far, which stochastic rounding goes by."""
     loss_scale: dict[str, float] | None
 
 
@@ -56,6 +60,11 @@ def fit_state(
         raise ValueError(
             f"state dict belongs to another layout: it was written under plan {saved.extra['plan'][:12]}, this rank has plan "
             f"{mine['plan'][:12]}. A state dict fits the same rank of the same plan only."
+        )
+    if saved.extra["place"] != mine["place"]:
+        raise ValueError(
+            f"state dict belongs to another part of the model: stage and expert place {saved.extra['place']}, this rank has "
+            f"{mine['place']}. A state dict fits the same rank of the same plan only."
         )
     if (saved.extra["loss_scale"] is None) != (mine["loss_scale"] is None):
         raise ValueError(

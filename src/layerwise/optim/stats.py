@@ -62,7 +62,13 @@ class Totals:
     nothing_arrived: bool
     """No param has a gradient on any rank."""
     consistent: bool
-    """All ranks have the same settings."""
+    """All ranks of a stage have the same settings, and all copies of a tied weight."""
+    problems: int
+    """Ranks that found something wrong by themselves."""
+    scaled: tuple[int, ...]
+    """Of each stage, ranks that scaled their loss."""
+    unscaled: tuple[int, ...]
+    """Of each stage, ranks that have gradients of a loss which they did not scale."""
     divisor: float
     """From sums to averages."""
 
@@ -76,6 +82,12 @@ def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str], everywhere: C
 
     `everywhere` has the trainable params of all pipeline stages: a group may have members on another one only.
     """
+    if not isinstance(norm_groups, Mapping) or not all(
+        isinstance(text, str) and text for pair in norm_groups.items() for text in pair
+    ):
+        raise TypeError(
+            f"norm_groups must be a dict from the name of a group to a glob on param names, got {norm_groups!r}."
+        )
     for name in norm_groups:
         if name in ("matrix", "other"):
             raise ValueError(
@@ -93,12 +105,32 @@ def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str], everywhere: C
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a rank has to tell the others about this step, beside its gradients."""
+
+    missing: frozenset[str]
+    """Params without a gradient here."""
+    late: frozenset[str]
+    """Params that got one after their reduction."""
+    settings: str
+    """Everything that all ranks of a stage must have in common."""
+    tie_settings: Mapping[str, str]
+    """What all copies of each tied weight must have in common."""
+    has_problem: bool
+    is_scaled: bool
+    is_unscaled: bool
+
+
 class _Parts(NamedTuple):
     """Views of the vector that is reduced, in its order."""
 
     groups: Tensor  # squared sums, one per norm group
     zeros: Tensor  # one count
-    words: Tensor  # hash of the settings, one for every pipeline stage
+    problems: Tensor  # one count
+    scaled: Tensor  # one count per pipeline stage
+    unscaled: Tensor  # likewise
+    words: Tensor  # hashes of what ranks must have in common: one for every pipeline stage, then one for every tie
     squared_words: Tensor
     late: Tensor  # one count per param of any stage
     missing: Tensor  # likewise
@@ -135,8 +167,15 @@ class StatsPass:
         ]
         self._spans = [bucket.work[span.part] for bucket, span in pairs]
         self._device = storage.buckets[0].work.device
-        num_words, num_entries = _NUM_WORDS * len(groups.stages), len(self._entries)
-        self._sizes = [len(self.names), 1, num_words, num_words, num_entries, num_entries, num_entries]
+        ties = sorted(engine.roster.copies.items())
+        self._tie_position = {tie: len(groups.stages) + index for index, (tie, _) in enumerate(ties)}
+        # How many ranks send each hash.
+        self._senders = [
+            *self._stage_sizes,
+            *(sum(self._stage_sizes[stage] for stage in copies) for _, copies in ties),
+        ]
+        num_stages, num_words, num_entries = len(groups.stages), _NUM_WORDS * len(self._senders), len(self._entries)
+        self._sizes = [len(self.names), 1, 1, num_stages, num_stages, num_words, num_words, *[num_entries] * 3]
         self._slots = torch.tensor(
             [slot[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
@@ -151,12 +190,11 @@ class StatsPass:
     def op(self) -> CommOp:
         return stats_op(self.numel, self._communicator.world)
 
-    def reduce(self, *, missing: frozenset[str], late: Collection[str], settings: str, divisor: float) -> Totals:
+    def reduce(self, mine: Seen, divisor: float) -> Totals:
         """One pass over sums of gradients, one all-reduce, one read-back.
 
         Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is
-        too, on any number of ranks. `settings` describes everything that all ranks of a stage must have in common at
-        this step.
+        too, on any number of ranks.
         """
         vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
         parts = self._parts(vector)
@@ -164,15 +202,24 @@ class StatsPass:
         parts.groups.index_add_(0, self._slots, sums)
         if self._zeros:
             parts.zeros.add_(count_zeros(self._spans))
-        words = torch.tensor(_words(settings), dtype=torch.float64, device=self._device)
-        mine = slice(self._stage * _NUM_WORDS, (self._stage + 1) * _NUM_WORDS)
-        parts.words[mine] = words
-        parts.squared_words[mine] = words.square()
-        parts.late.copy_(self._flags(late))
-        parts.missing.copy_(self._flags(missing))
+        parts.problems.fill_(float(mine.has_problem))
+        parts.scaled[self._stage] = float(mine.is_scaled)
+        parts.unscaled[self._stage] = float(mine.is_unscaled)
+        parts.words.copy_(self._hashes(mine))
+        parts.squared_words.copy_(parts.words.square())
+        parts.late.copy_(self._flags(mine.late))
+        parts.missing.copy_(self._flags(mine.missing))
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
         return self._read(self._parts(vector.cpu()), divisor)
+
+    def _hashes(self, mine: Seen) -> Tensor:
+        """Words of this rank's settings, at its stage's place and at those of its ties."""
+        words = torch.zeros(len(self._senders), _NUM_WORDS, dtype=torch.float64)
+        words[self._stage] = torch.tensor(_words(mine.settings), dtype=torch.float64)
+        for tie, settings in mine.tie_settings.items():
+            words[self._tie_position[tie]] = torch.tensor(_words(settings), dtype=torch.float64)
+        return words.flatten()
 
     def _flags(self, fqns: Collection[str]) -> Tensor:
         """A one for each of these params of this stage."""
@@ -184,9 +231,9 @@ class StatsPass:
         return _Parts(*torch.split(vector, self._sizes))
 
     def _read(self, parts: _Parts, divisor: float) -> Totals:
-        # All ranks of a stage sent the same word exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike
-        # from reduced values.
-        sizes = torch.tensor(self._stage_sizes, dtype=torch.float64).repeat_interleave(_NUM_WORDS)
+        # All senders of a word sent the same exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from
+        # reduced values.
+        sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(_NUM_WORDS)
         same = parts.squared_words * sizes == parts.words.square()
         missing = {entry: int(count) for entry, count in zip(self._entries, parts.missing.tolist(), strict=True)}
         return Totals(
@@ -197,6 +244,9 @@ class StatsPass:
             late=frozenset(self._counted(parts.late)),
             nothing_arrived=all(count == self._stage_sizes[stage] for (stage, _), count in missing.items()),
             consistent=bool(same.all()),
+            problems=int(parts.problems),
+            scaled=tuple(map(int, parts.scaled.tolist())),
+            unscaled=tuple(map(int, parts.unscaled.tolist())),
             divisor=divisor,
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine, Settings
-from layerwise.comm.groups import Mesh, all_ranks, arranged, check_mesh, derive_together
+from layerwise.comm.groups import Mesh, all_ranks, arranged, check_mesh, derive_together, describe_mesh, num_stages
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
 from layerwise.layout.storage import ParamSync, Reducer
@@ -65,18 +65,15 @@ class DataParallel(nn.Module):
         check_collectives: bool = False,
     ) -> None:
         everyone = all_ranks()
-        derive_together(
-            everyone,
-            "arguments",
-            lambda: _check_arguments(module, mesh, ties, overlap_param_gather),
-            lambda _: {"mesh": _describe_mesh(mesh), "check_collectives": bool(check_collectives)},
-        )
-        super().__init__()
-        self.module = module if isinstance(module, nn.Module) else nn.ModuleList(module)
-        self.engine = Engine(
-            (module,) if isinstance(module, nn.Module) else tuple(module),
-            arranged(everyone, mesh, checked=check_collectives),
-            Settings(
+
+        def checked() -> tuple[tuple[nn.Module, ...], Settings]:
+            chunks = _chunks_of(module)
+            check_mesh(mesh)
+            if overlap_param_gather:
+                raise NotImplementedError(
+                    "overlap_param_gather is not built yet: leave it False, params are gathered at the end of step()."
+                )
+            settings = Settings(
                 layout=layout,
                 rules=rules,
                 strict=strict,
@@ -85,12 +82,30 @@ class DataParallel(nn.Module):
                 reducer=reducer,
                 param_sync=param_sync,
                 shard_grads=shard_grads,
-                ties=dict(ties or {}),
+                ties={} if ties is None else ties,
                 overlap_grad_reduce=overlap_grad_reduce,
                 check_collectives=check_collectives,
-            ),
-            hooked=True,
+            )
+            if settings.ties and num_stages(mesh) == 1:
+                raise ValueError(
+                    f"ties={dict(settings.ties)} without pipeline stages: expected a mesh whose dim 'pp' is 2 or more. A "
+                    "weight shared within one model is one tensor and needs no tie."
+                )
+            return chunks, settings
+
+        chunks, settings = derive_together(
+            everyone,
+            "arguments",
+            checked,
+            lambda found: {
+                "mesh": describe_mesh(mesh),
+                "overlap_grad_reduce": found[1].overlap_grad_reduce,
+                "check_collectives": found[1].check_collectives,
+            },
         )
+        super().__init__()
+        self.module = module if isinstance(module, nn.Module) else nn.ModuleList(chunks)
+        self.engine = Engine(chunks, arranged(everyone, mesh, checked=check_collectives), settings, hooked=True)
         self.engine.spread_from_first()
         self._sync = True
         for fqn, param in self.engine.storage.params.items():
@@ -121,8 +136,9 @@ class DataParallel(nn.Module):
             yield
         finally:
             self._sync = before
-        if before:
-            self.engine.reducer.end_round()
+            if before:
+                # Also after an exception: other ranks may have had none, and reduce this round.
+                self.engine.reducer.end_round()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as `optimizer.zero_grad()` does."""
@@ -156,28 +172,19 @@ class DataParallel(nn.Module):
         raise TypeError("a DataParallel cannot be pickled: save model.module.state_dict() instead.")
 
 
-def _check_arguments(module: object, mesh: object, ties: Mapping[str, str] | None, overlap_param_gather: bool) -> None:
-    """What is wrong with the arguments themselves, before anything is built from them."""
-    if isinstance(module, DataParallel):
-        raise TypeError("module is a DataParallel already: wrap a model once.")
-    if not isinstance(module, nn.Module):
-        if not isinstance(module, Sequence) or not all(isinstance(chunk, nn.Module) for chunk in module):
-            raise TypeError(f"module must be an nn.Module or a list of them, got {type(module).__name__}.")
-        if not module:
-            raise ValueError("module is an empty list: expected the chunks of the model that this rank holds.")
-    check_mesh(mesh)
-    if ties and "pp" not in (_describe_mesh(mesh) or {}):
-        raise ValueError(
-            f"ties={dict(ties)} without pipeline stages: expected a mesh with a dim 'pp'. A weight shared within one model "
-            "is one tensor and needs no tie."
-        )
-    if overlap_param_gather:
-        raise NotImplementedError(
-            "overlap_param_gather is not built yet: leave it False, params are gathered at the end of step()."
-        )
-
-
-def _describe_mesh(mesh: object) -> dict[str, int] | None:
-    if not isinstance(mesh, Mesh):
-        return None
-    return dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))
+def _chunks_of(module: object) -> tuple[nn.Module, ...]:
+    """The modules that this rank holds, or an error that says what is none."""
+    chunks = (module,) if isinstance(module, nn.Module) or not isinstance(module, Sequence) else tuple(module)
+    if not chunks:
+        raise ValueError("module is an empty list: expected the chunks of the model that this rank holds.")
+    found: list[nn.Module] = []
+    for number, chunk in enumerate(chunks):
+        where = "module" if chunk is module else f"chunk {number}"
+        if isinstance(chunk, DataParallel):
+            raise TypeError(f"{where} is a DataParallel already: wrap a model once.")
+        if not isinstance(chunk, nn.Module):
+            raise TypeError(f"{where} must be an nn.Module, got {type(chunk).__name__}.")
+        if any(chunk is other for other in found):
+            raise ValueError(f"{where} is in the list twice: expected different modules.")
+        found.append(chunk)
+    return tuple(found)

@@ -183,11 +183,11 @@ def take_on_ranks(rank: int, world: int, names: list[str]) -> dict[str, Taken]:
 
 
 @contextmanager
-def short_waits() -> Any:
+def short_waits(seconds: float = SLOWEST_S) -> Any:
     """Groups that the library makes wait for a rank as long as a case may take, and not for torch's half hour."""
     from torch.distributed import distributed_c10d
 
-    wait = timedelta(seconds=SLOWEST_S)
+    wait = timedelta(seconds=seconds)
     with mock.patch.object(distributed_c10d, "_get_default_timeout", return_value=wait):
         yield
 

@@ -21,6 +21,7 @@ from torch import nn
 
 import layerwise
 from layerwise.comm.reducer import GradReducer
+from layerwise.errors import StateError
 from tests.arrangements import Arrangement, wrap_stage
 from tests.ranks import RankFailure, run_ranks
 from tests.reference.oracle import Hyper
@@ -508,20 +509,25 @@ def test_a_block_that_one_rank_leaves_by_an_exception_can_be_forgotten() -> None
     assert run_shortly(2, failure_in_a_block, True) == run_shortly(2, failure_in_a_block, False)
 
 
-def load_after_partial(rank: int, world: int) -> int:
+def load_after_partial(rank: int, world: int) -> str:
     model = layerwise.DataParallel(Stage(), layout="flat", bucket_mib=0.0001)
     optimizer = optimizer_of(model)
     exact_backward(model, rank, 0)
     optimizer.step()
     (model.module.first if rank else model)(torch.ones(2, 6)).sum().backward()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    try:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    except StateError as error:
+        return str(error)
     optimizer.step()
-    return optimizer.stats.step
+    return f"took step {optimizer.stats.step}"
 
 
 @fails_until("weights are published over the group on which one rank has begun to reduce and the other has not")
-def test_state_may_be_loaded_after_a_backward_that_reached_different_params() -> None:
-    assert run_shortly(2, load_after_partial) == [2, 2]
+def test_loading_state_after_a_backward_that_reached_different_params_works_or_is_refused() -> None:
+    first, second = run_shortly(2, load_after_partial)
+    assert first == second
+    assert first == "took step 2" or "zero_grad()" in first
 
 
 def scale_on_the_last_stage(rank: int, world: int) -> bool:
@@ -555,19 +561,23 @@ def test_a_state_dict_after_loading_weights_has_their_masters() -> None:
     assert torch.equal(module.weight, weights["weight"])
 
 
-class Scaled(Moe):
+class ScaledExperts(nn.Module):
     """Experts with a buffer in a module of theirs."""
 
     def __init__(self, value: float) -> None:
-        super().__init__({"up": "expert"})
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(2, 6, 6))
         self.quantiser = nn.Module()
         self.quantiser.register_buffer("scale", torch.full((2,), value))
 
+    def param_domains(self) -> dict[str, str]:
+        return {"up": "expert"}
+
 
 def expert_buffers(rank: int, world: int) -> list[float]:
-    module = Scaled(float(rank))
+    module = nn.Sequential(small(), ScaledExperts(float(rank)))
     layerwise.DataParallel(module, mesh=mesh_of(dp=1, ep=2))
-    scale: list[float] = module.quantiser.scale.tolist()
+    scale: list[float] = module[1].quantiser.scale.tolist()
     return scale
 
 

@@ -1425,21 +1425,6 @@ def _(rank: int, world: int) -> Scene:
 
 
 @misuse(
-    "a second optimizer on one rank",
-    (StateError, PlanMismatchError),
-    "has an optimizer already",
-    world=2,
-    alike=False,
-    instead="the other rank waits for one that has raised",
-)
-def _(rank: int, world: int) -> Scene:
-    first, second = layerwise.DataParallel(small()), layerwise.DataParallel(small())
-    yield (optimizer := optimizer_of(first))
-    optimizer_of((second, first)[rank])
-    del optimizer
-
-
-@misuse(
     "more no_sync blocks on one rank where each is reduced",
     ContractError,
     "was stopped on all ranks",

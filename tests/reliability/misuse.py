@@ -361,7 +361,7 @@ for _words in (["first.weight"], "first.weight", 3):
         TypeError,
         {"ties": _words},
         "ties must be",
-        type(_words).__name__,
+        repr(_words),
         instead="an error from dict()",
     )
 for _switch in ("shard_grads", "overlap_grad_reduce", "check_collectives", "strict"):

@@ -1,30 +1,48 @@
-"""Every wrong use of the library, case by case: the error's type and text, that nothing changed, and that no rank was left waiting (`tests.reliability.misuse`)."""
+"""Every wrong use of the library, case by case: the error's type and text, that nothing changed, and that no rank was left waiting (`tests.reliability.misuse`).
+
+Cases that the library does not refuse yet are expected to fail, strictly: one that is refused from now on must lose its `instead`.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.reliability.misuse import CASES, complaints_on_ranks, take
+from tests.reliability.misuse import CASES, WORLDS, complaints_on_ranks, settled, take
 
-ALONE = [name for name, case in CASES.items() if case.world == 1]
-ON_RANKS = [name for name, case in CASES.items() if case.world == 2]
-
-
-def test_there_are_at_least_forty_cases() -> None:
-    assert len(ALONE) >= 40
-    assert len(ON_RANKS) >= 15
+ON_RANKS = [case.name for case in CASES.values() if case.world > 1]
 
 
-@pytest.mark.parametrize("name", ALONE)
+def marked(names: list[str]) -> list[Any]:
+    """Names as params of a test; what is not refused yet must fail."""
+    return [
+        pytest.param(
+            name, marks=[pytest.mark.xfail(strict=True, reason=CASES[name].instead)] * bool(CASES[name].instead)
+        )
+        for name in names
+    ]
+
+
+def test_there_are_at_least_two_hundred_cases() -> None:
+    assert len(settled(world=1)) >= 130
+    assert len(settled(world=2)) >= 70
+    assert len(settled()) >= 200
+    assert {case.world for case in CASES.values()} == {1, *WORLDS}
+
+
+@pytest.mark.parametrize("name", marked([case.name for case in CASES.values() if case.world == 1]))
 def test_a_misuse_is_refused_in_words_with_nothing_changed(name: str) -> None:
     assert take(CASES[name]).complaint == ""
 
 
 @pytest.fixture(scope="module")
 def complaints() -> dict[str, str]:
-    return complaints_on_ranks(ON_RANKS)
+    return {name: text for world in WORLDS for name, text in complaints_on_ranks(settled(world)).items()}
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", marked(ON_RANKS))
 def test_a_misuse_is_refused_on_every_rank_and_none_is_left_waiting(name: str, complaints: dict[str, str]) -> None:
-    assert complaints[name] == ""
+    # What is not refused yet may leave ranks in any state: it gets ranks of its own.
+    complaint = complaints_on_ranks([name])[name] if CASES[name].instead else complaints[name]
+    assert complaint == ""

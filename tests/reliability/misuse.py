@@ -18,16 +18,19 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerwise
 from layerwise.buffers.storage import Storage
 from layerwise.comm.engine import Engine
-from layerwise.errors import NonFiniteError, PlanMismatchError, StateError
+from layerwise.errors import ContractError, NonFiniteError, PlanMismatchError, StateError
 from layerwise.optim.optimizer import Optimizer
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome, tally
@@ -35,6 +38,8 @@ from tests.worlds import hash_everything, hash_tensors
 
 Scene = Generator[Any, None, None]
 SLOWEST_S = 5.0
+WORLDS = (2, 4)
+"""Numbers of ranks that cases for several ranks are for."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +54,27 @@ class Misuse:
     alike: bool
     """Whether all ranks must get the same text; not so where one rank sees its own mistake and the others hear of it."""
     scene: Callable[..., Scene]
+    instead: str = ""
+    """What the library does instead, where it does not refuse this yet: such a case is no part of the figure."""
 
 
 CASES: dict[str, Misuse] = {}
 
 
 def misuse(
-    name: str, errors: type[Exception] | tuple[type[Exception], ...], *says: str, world: int = 1, alike: bool = True
+    name: str,
+    errors: type[Exception] | tuple[type[Exception], ...],
+    *says: str,
+    world: int = 1,
+    alike: bool = True,
+    instead: str = "",
 ) -> Callable[..., Any]:
     def register(scene: Callable[..., Scene]) -> Callable[..., Scene]:
-        CASES[name] = Misuse(name, errors if isinstance(errors, tuple) else (errors,), says, world, alike, scene)
+        if name in CASES:
+            raise ValueError(f"two cases are called {name!r}.")
+        CASES[name] = Misuse(
+            name, errors if isinstance(errors, tuple) else (errors,), says, world, alike, scene, instead
+        )
         return scene
 
     return register
@@ -162,7 +178,18 @@ def _complaint(case: Misuse, caught: Exception | None, seconds: float, unchanged
 
 
 def take_on_ranks(rank: int, world: int, names: list[str]) -> dict[str, Taken]:
-    return {name: take(CASES[name], rank, world) for name in names}
+    with short_waits():
+        return {name: take(CASES[name], rank, world) for name in names}
+
+
+@contextmanager
+def short_waits(seconds: float = SLOWEST_S) -> Any:
+    """Groups that the library makes wait for a rank as long as a case may take, and not for torch's half hour."""
+    from torch.distributed import distributed_c10d
+
+    wait = timedelta(seconds=seconds)
+    with mock.patch.object(distributed_c10d, "_get_default_timeout", return_value=wait):
+        yield
 
 
 # ------------------------------------------------------------------------------------------------ wrapping a model
@@ -281,6 +308,227 @@ def _() -> Scene:
 def _() -> Scene:
     yield (module := small())
     layerwise.DataParallel(module, grad_dtype=torch.int32)
+
+
+def _bad_argument(name: str, errors: Any, arguments: dict[str, Any], *says: str, instead: str = "") -> None:
+    def scene() -> Scene:
+        yield (module := small())
+        layerwise.DataParallel(module, **arguments)
+
+    misuse(name, errors, *says, instead=instead)(scene)
+
+
+_bad_argument(
+    "a layout that is none of padded's kinds", ValueError, {"layout": "padded:best"}, "'padded:best'", "Did you mean"
+)
+_bad_argument(
+    "an unknown reducer", ValueError, {"reducer": "orderd"}, "reducer must be one of", "Did you mean 'ordered'?"
+)
+_bad_argument("no reducer at all", ValueError, {"reducer": None}, "reducer must be one of collective", "None")
+_bad_argument("a list of reducers", ValueError, {"reducer": ["ordered"]}, "reducer must be one of", "['ordered']")
+_bad_argument(
+    "an unknown param sync", ValueError, {"param_sync": "brodcast"}, "param_sync", "Did you mean 'broadcast'?"
+)
+_bad_argument("a param sync that is no string", ValueError, {"param_sync": 3}, "param_sync must be one of", "3")
+_bad_argument("a bucket size that is NaN", ValueError, {"bucket_mib": math.nan}, "bucket_mib", "positive number", "nan")
+_bad_argument(
+    "a bucket size without end",
+    ValueError,
+    {"bucket_mib": math.inf},
+    "bucket_mib must be",
+    instead="OverflowError from int()",
+)
+_bad_argument("a grad_dtype by name", TypeError, {"grad_dtype": "fp32"}, "grad_dtype", "fp32", "expected one of")
+_bad_argument("a mesh by name", TypeError, {"mesh": "dp"}, "mesh must be a torch DeviceMesh", "str", "Leave it out")
+_bad_argument(
+    "ties without pipeline stages",
+    ValueError,
+    {"ties": {"embedding": "first.weight"}},
+    "'first.weight'",
+    "without pipeline stages",
+    "a dim 'pp'",
+)
+_bad_argument(
+    "bf16 gradients for a reducer that rounds fp32 ones",
+    ValueError,
+    {"reducer": "ordered_bf16", "grad_dtype": torch.bfloat16},
+    "reducer='ordered_bf16' with grad_dtype bf16",
+    "Use reducer='ordered'",
+)
+for _words in (["first.weight"], "first.weight", 3):
+    _bad_argument(
+        f"ties that are a {type(_words).__name__}",
+        TypeError,
+        {"ties": _words},
+        "ties must be",
+        repr(_words),
+        instead="an error from dict()",
+    )
+for _switch in ("shard_grads", "overlap_grad_reduce", "check_collectives", "strict"):
+    _bad_argument(
+        f"{_switch} in words",
+        TypeError,
+        {_switch: "no"},
+        _switch,
+        "True or False",
+        "'no'",
+        instead="'no' counts as yes",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ chunks
+
+
+@misuse("an empty list of chunks", ValueError, "module is an empty list", "expected the chunks")
+def _() -> Scene:
+    yield None
+    layerwise.DataParallel([])
+
+
+@misuse("a chunk that is no module", TypeError, "module must be an nn.Module or a list of them")
+def _() -> Scene:
+    yield (module := small())
+    layerwise.DataParallel([module, "head"])
+
+
+@misuse("a generator of chunks", TypeError, "module must be an nn.Module or a list of them", "generator")
+def _() -> Scene:
+    yield (module := small())
+    layerwise.DataParallel(chunk for chunk in [module])
+
+
+@misuse("a chunk that is wrapped already", StateError, "'1.module.first.weight'", "already", "Wrap a model once")
+def _() -> Scene:
+    model, _, optimizer = trained()
+    yield optimizer
+    layerwise.DataParallel([small(), model])
+
+
+@misuse("a wrapped model inside another", StateError, "'0.module.first.weight'", "already", "Wrap a model once")
+def _() -> Scene:
+    model, _, optimizer = trained()
+    yield optimizer
+    layerwise.DataParallel(nn.Sequential(model))
+
+
+def chunked(**settings: Any) -> tuple[layerwise.DataParallel, Optimizer]:
+    """Two chunks that have taken a step."""
+    model = layerwise.DataParallel([small(), Small(width=4)], bucket_mib=0.0001, **settings)
+    optimizer = optimizer_of(model)
+    for chunk in model.module:
+        backward(chunk)
+    optimizer.step()
+    return model, optimizer
+
+
+@misuse("a forward through all chunks at once", StateError, "the model is 2 chunks", "model.module[i]")
+def _() -> Scene:
+    model, optimizer = chunked()
+    yield optimizer
+    model(torch.ones(2, 6))
+
+
+@misuse(
+    "a param of the second chunk frozen after construction", StateError, "param '1.first.weight' was frozen", "before"
+)
+def _() -> Scene:
+    model, optimizer = chunked()
+    for chunk in model.module:
+        backward(chunk)
+    yield optimizer
+    model.module[1].first.weight.requires_grad_(False)
+    try:
+        optimizer.step()
+    finally:
+        model.module[1].first.weight.requires_grad_(True)
+
+
+@misuse(
+    "the second chunk converted after wrapping", StateError, "param '1.first.weight' was moved", "before it is wrapped"
+)
+def _() -> Scene:
+    model, optimizer = chunked(shard_grads=True)
+    yield None
+    model.module[1].to(torch.bfloat16)
+    optimizer.step()
+
+
+@misuse("a gradient set by hand on the second chunk", StateError, "param '1.first.weight'", ".grad")
+def _() -> Scene:
+    model, optimizer = chunked()
+    weight = model.module[1].first.weight
+    weight.grad = torch.ones_like(weight)
+    yield optimizer
+    try:
+        optimizer.step()
+    finally:
+        weight.grad = None
+
+
+@misuse("weights assigned instead of copied", StateError, "'first.weight' was replaced", "would never be updated")
+def _() -> Scene:
+    model, module, optimizer = trained()
+    yield None
+    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
+    backward(model)
+    optimizer.step()
+
+
+@misuse("a state dict of the same chunks as one model", ValueError, "state dict belongs to another", "same plan")
+def _() -> Scene:
+    _, optimizer = chunked()
+    yield optimizer
+    optimizer.load_state_dict(optimizer_of(layerwise.DataParallel(small())).state_dict())
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+class Moe(nn.Module):
+    """A dense layer and stacked experts, which say what `domains` says."""
+
+    def __init__(self, domains: Any, experts: int = 2) -> None:
+        super().__init__()
+        self.dense = nn.Linear(6, 6, bias=False)
+        self.up = nn.Parameter(torch.linspace(-1.0, 1.0, experts * 36).reshape(experts, 6, 6))
+        self.domains = domains
+
+    def param_domains(self) -> Any:
+        return self.domains
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eoi->bo", self.dense(x), self.up)
+
+
+def _bad_domains(name: str, errors: Any, domains: Any, *says: str) -> None:
+    def scene() -> Scene:
+        yield (module := nn.Sequential(Moe(domains)))
+        layerwise.DataParallel(module)
+
+    misuse(name, errors, "Moe.param_domains()", *says)(scene)
+
+
+_bad_domains("domains of a list of names", TypeError, ["up"], "returned list", "expected a dict")
+_bad_domains("domains that are None", TypeError, None, "returned NoneType", "expected a dict")
+_bad_domains(
+    "a domain for a param that is not there", ValueError, {"upp": "expert"}, "'upp'", "Its params: dense.weight"
+)
+_bad_domains("a domain that is unknown", ValueError, {"up": "experts"}, "'up'", "'experts'", "'dense', 'expert'")
+_bad_domains("a domain that is no name", ValueError, {"up": None}, "'up'", "None", "'dense', 'expert'")
+
+
+@misuse(
+    "domains in an attribute instead of a method",
+    TypeError,
+    "param_domains",
+    "expected a method",
+    instead="experts count as dense params",
+)
+def _() -> Scene:
+    module = small()
+    module.param_domains = {"first.weight": "expert"}
+    yield module
+    layerwise.DataParallel(module)
 
 
 # ------------------------------------------------------------------------------------------------ routing
@@ -456,13 +704,13 @@ _bad_rule("a loss scale that never shrinks", lambda: layerwise.LossScale(factor=
 # ------------------------------------------------------------------------------------------------ building an optimizer
 
 
-def _bad_setting(name: str, errors: Any, settings: dict[str, Any], *says: str) -> None:
+def _bad_setting(name: str, errors: Any, settings: dict[str, Any], *says: str, instead: str = "") -> None:
     def scene() -> Scene:
         model = layerwise.DataParallel(small())
         yield model.module
         optimizer_of(model, **settings)
 
-    misuse(name, errors, *says)(scene)
+    misuse(name, errors, *says, instead=instead)(scene)
 
 
 _bad_setting(
@@ -535,6 +783,14 @@ _bad_setting(
     "Choose another",
 )
 _bad_setting("loss scaling by its name", TypeError, {"loss_scale": "dynamic"}, "loss_scale", "LossScale")
+for _groups in (["first.*"], "first.*", {"first": 3}, {1: "first.*"}):
+    _bad_setting(
+        f"norm groups as {_groups!r}",
+        TypeError,
+        {"norm_groups": _groups},
+        "norm_groups",
+        instead="an error from Python",
+    )
 
 
 @misuse("a second optimizer for one model", StateError, "has an optimizer already", "Reuse it")
@@ -674,9 +930,9 @@ def _() -> Scene:
         module.last.weight.data = before
 
 
-def _sparse(plain: bool) -> Scene:
+def _sparse(plain: bool, **settings: Any) -> Scene:
     module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
-    model = module if plain else layerwise.DataParallel(module)
+    model = module if plain else layerwise.DataParallel(module, **settings)
     optimizer = optimizer_of(model)
     yield optimizer
     model(torch.tensor([1, 2])).sum().backward()
@@ -686,6 +942,11 @@ def _sparse(plain: bool) -> Scene:
 @misuse("a sparse gradient", TypeError, "param '0.weight' has a sparse gradient", "sparse=False")
 def _() -> Scene:
     yield from _sparse(plain=False)
+
+
+@misuse("a sparse gradient where gradients are sharded", TypeError, "param '0.weight' has a sparse", "sparse=False")
+def _() -> Scene:
+    yield from _sparse(plain=False, shard_grads=True)
 
 
 @misuse("a sparse gradient in a plain module", TypeError, "param '0.weight' has a sparse gradient", "sparse=False")
@@ -1045,6 +1306,709 @@ def _(rank: int, world: int) -> Scene:
     optimizer.step()
 
 
+def _arguments_of_ranks(
+    name: str, arguments: tuple[dict[str, Any], dict[str, Any]], *says: str, instead: str = ""
+) -> None:
+    """Arguments that are right, but not the same on both ranks."""
+
+    def scene(rank: int, world: int) -> Scene:
+        yield (module := small())
+        layerwise.DataParallel(module, **arguments[rank])
+
+    misuse(name, PlanMismatchError, "ranks 0 and 1", "same settings", *says, world=2, instead=instead)(scene)
+
+
+_arguments_of_ranks(
+    "padded on one rank", ({"layout": "flat"}, {"layout": "padded"}), "layout", "'flat' against 'padded'"
+)
+_arguments_of_ranks("compact on one rank", ({"layout": "compact"}, {"layout": "flat"}), "layout", "'compact' against")
+_arguments_of_ranks("another reducer on one rank", ({}, {"reducer": "ordered"}), "reducer", "'ordered'")
+_arguments_of_ranks("another param sync on one rank", ({}, {"param_sync": "broadcast"}), "publisher", "'broadcast'")
+_arguments_of_ranks(
+    "sharded gradients on one rank", ({"layout": "flat"}, {"layout": "flat", "shard_grads": True}), "shard_grads"
+)
+_arguments_of_ranks("checked collectives on one rank", ({}, {"check_collectives": True}), "check_collectives", "False")
+_arguments_of_ranks(
+    "overlap on one rank",
+    ({}, {"overlap_grad_reduce": False}),
+    "overlap_grad_reduce",
+    instead="zero_grad() hangs: one rank has begun to reduce and the other never will",
+)
+
+
+def _combination(name: str, arguments: dict[str, Any], *says: str, on_one_rank: dict[str, Any] | None = None) -> None:
+    """Arguments that do not go together; on one rank only, if the other one has better ones."""
+
+    def scene(rank: int, world: int) -> Scene:
+        yield (module := small())
+        layerwise.DataParallel(module, **(arguments if rank == 1 or on_one_rank is None else on_one_rank))
+
+    errors = (ValueError, PlanMismatchError) if on_one_rank is not None else ValueError
+    misuse(name, errors, *says, world=2, alike=on_one_rank is None)(scene)
+
+
+_combination(
+    "an ordered sum for replicas",
+    {"reducer": "ordered", "layout": "replicated"},
+    "reducer='ordered' with layout 'replicated'",
+    "Use layout='flat'",
+)
+_combination(
+    "an ordered bf16 sum for replicas",
+    {"reducer": "ordered_bf16", "layout": "replicated"},
+    "reducer='ordered_bf16' with layout 'replicated'",
+    "Use layout='flat'",
+)
+_combination(
+    "sharded gradients for replicas",
+    {"shard_grads": True, "layout": "replicated"},
+    "shard_grads=True with layout 'replicated'",
+    "Use layout='flat'",
+)
+_combination(
+    "sharded gradients that are all-reduced",
+    {"shard_grads": True, "layout": "compact"},
+    "shard_grads=True with layout 'compact'",
+    "reducer='ordered' with 'compact'",
+)
+_combination(
+    "sharded gradients that are all-reduced on one rank",
+    {"shard_grads": True, "layout": "compact"},
+    "shard_grads=True with layout 'compact'",
+    on_one_rank={"shard_grads": True, "layout": "flat"},
+)
+_combination(
+    "an unknown reducer on one rank",
+    {"reducer": "orderd"},
+    "Did you mean 'ordered'?",
+    on_one_rank={"reducer": "ordered"},
+)
+
+
+@misuse(
+    "no chunk list on one rank",
+    PlanMismatchError,
+    "ranks 0 and 1",
+    "is only on one of them",
+    "same model",
+    world=2,
+)
+def _(rank: int, world: int) -> Scene:
+    yield (module := small())
+    layerwise.DataParallel([module, small()] if rank else module)
+
+
+@misuse(
+    "a chunk that is no module on one rank",
+    (TypeError, PlanMismatchError),
+    "module must be an nn.Module or a list of them",
+    world=2,
+    alike=False,
+)
+def _(rank: int, world: int) -> Scene:
+    yield (module := small())
+    layerwise.DataParallel([module, small() if rank == 0 else "head"])
+
+
+@misuse(
+    "route rules for the optimizer of a wrapped model on one rank",
+    (ValueError, PlanMismatchError),
+    "pass them to DataParallel",
+    world=2,
+    alike=False,
+    instead="the other rank waits for one that has raised",
+)
+def _(rank: int, world: int) -> Scene:
+    model = layerwise.DataParallel(small())
+    yield model.module
+    optimizer_of(model, rules=[layerwise.RouteRule(pattern="first.weight", to="other")] if rank else None)
+
+
+@misuse(
+    "more no_sync blocks on one rank where each is reduced",
+    ContractError,
+    "was stopped on all ranks",
+    "same collectives in the same order",
+    world=2,
+    alike=False,
+)
+def _(rank: int, world: int) -> Scene:
+    model = layerwise.DataParallel(small(), shard_grads=True, layout="flat", check_collectives=True)
+    optimizer = optimizer_of(model)
+    yield optimizer
+    for _ in range(1 + rank):
+        with model.no_sync():
+            backward(model, rank)
+    backward(model, rank)
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------ meshes
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _bad_mesh(
+    name: str,
+    errors: Any,
+    make: Callable[[int], Any],
+    *says: str,
+    world: int = 2,
+    alike: bool = True,
+    instead: str = "",
+) -> None:
+    def scene(rank: int, world: int) -> Scene:
+        mesh = make(rank)
+        yield (module := small())
+        layerwise.DataParallel(module, mesh=mesh)
+
+    misuse(name, errors, *says, world=world, alike=alike, instead=instead)(scene)
+
+
+_bad_mesh("a mesh without names", ValueError, lambda _: init_device_mesh("cpu", (2,)), "mesh has the dims None", "'pp'")
+_bad_mesh("a mesh for tensor parallelism", ValueError, lambda _: mesh_of(tp=2), "dims ('tp',)", "'pp', 'dp', 'ep'")
+_bad_mesh(
+    "a part of a mesh",
+    ValueError,
+    lambda _: mesh_of(pp=2, dp=1)["dp"],
+    "mesh has the ranks",
+    "expected every rank once",
+    "over all of them",
+    alike=False,
+)
+_bad_mesh(
+    "a mesh on one rank only",
+    PlanMismatchError,
+    lambda rank: mesh_of(dp=2) if rank else None,
+    "ranks 0 and 1",
+    "mesh: None against",
+    "same settings",
+)
+_bad_mesh(
+    "something else than a mesh on one rank",
+    (TypeError, PlanMismatchError),
+    lambda rank: None if rank else (1, 2),
+    "mesh must be a torch DeviceMesh, got tuple",
+    alike=False,
+)
+
+
+def _either(rank: int, one: DeviceMesh, other: DeviceMesh, last: int) -> DeviceMesh:
+    """Making a mesh takes all ranks: every one makes both, and the last takes the other."""
+    return other if rank == last else one
+
+
+_bad_mesh(
+    "a mesh of other sizes on one rank",
+    PlanMismatchError,
+    lambda rank: _either(rank, mesh_of(dp=2, ep=1), mesh_of(dp=1, ep=2), last=1),
+    "ranks 0 and 1",
+    "mesh",
+    "2 against 1",
+)
+_bad_mesh(
+    "a mesh with its dims in another order on one rank",
+    PlanMismatchError,
+    lambda rank: _either(rank, mesh_of(dp=2, ep=2), mesh_of(ep=2, dp=2), last=3),
+    "ranks 0 and 3",
+    "mesh",
+    world=4,
+    instead="accepted: ranks disagree about who holds the same experts",
+)
+_bad_mesh(
+    "a mesh with its ranks in another order on one rank",
+    PlanMismatchError,
+    lambda rank: _either(
+        rank,
+        DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "ep")),
+        DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "ep")),
+        last=3,
+    ),
+    "ranks 0 and 3",
+    "mesh",
+    world=4,
+    instead="accepted: ranks disagree about who holds the same experts",
+)
+
+
+def _bad_experts(name: str, errors: Any, make: Callable[[int], nn.Module], *says: str, alike: bool = True) -> None:
+    def scene(rank: int, world: int) -> Scene:
+        mesh = mesh_of(dp=1, ep=2)
+        yield (module := make(rank))
+        layerwise.DataParallel(module, mesh=mesh)
+
+    misuse(name, errors, *says, world=2, alike=alike)(scene)
+
+
+_bad_experts(
+    "experts on one rank that are dense params on the other",
+    PlanMismatchError,
+    lambda rank: Moe({"up": "expert"} if rank else {}),
+    "ranks 0 and 1",
+    "'expert' is only on one of them",
+)
+_bad_experts(
+    "more experts on one rank",
+    PlanMismatchError,
+    lambda rank: Moe({"up": "expert"}, experts=2 + rank),
+    "ranks 0 and 1",
+    "up, shape[0]: 2 against 3",
+)
+_bad_experts(
+    "a domain that is unknown on one rank",
+    (ValueError, PlanMismatchError),
+    lambda rank: Moe({"up": "expert" if rank == 0 else "experts"}),
+    "Moe.param_domains()",
+    "'experts'",
+    alike=False,
+)
+
+
+# ------------------------------------------------------------------------------------------------ pipeline stages
+
+
+class Stage(nn.Module):
+    """Three layers of one shape, so that each may be tied to any other."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width, bias=False)
+        self.middle = nn.Linear(width, width, bias=False)
+        self.last = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def stage_of(rank: int, world: int) -> int:
+    return rank // (world // 2)
+
+
+def on_stages(
+    rank: int, world: int, *, module: nn.Module | None = None, settings: dict[str, Any] | None = None, **wrapping: Any
+) -> tuple[Stage, Optimizer]:
+    """A pipeline of two stages that has run backward, and is about to step."""
+    torch.manual_seed(1)
+    stage = Stage() if module is None else module
+    mesh = mesh_of(pp=2, dp=world // 2)
+    model = layerwise.DataParallel(stage, mesh=mesh, **{"layout": "flat", "bucket_mib": 0.0001, **wrapping})
+    optimizer = optimizer_of(model, **(settings or {}))
+    model(torch.linspace(-1.0, 1.0 + rank, 12).reshape(2, 6)).square().mean().backward()
+    return stage, optimizer
+
+
+def _bad_stage(
+    name: str,
+    errors: Any,
+    make: Callable[[int, int], tuple[nn.Module, dict[str, Any]]],
+    *says: str,
+    world: int = 2,
+    alike: bool = True,
+    instead: str = "",
+) -> None:
+    """Stages that cannot be wrapped: `make(stage, rank)` gives a module and how to wrap it."""
+
+    def scene(rank: int, world: int) -> Scene:
+        mesh = mesh_of(pp=2, dp=world // 2)
+        torch.manual_seed(1)
+        module, arguments = make(stage_of(rank, world), rank)
+        yield module
+        layerwise.DataParallel(module, mesh=mesh, **{"layout": "flat", "bucket_mib": 0.0001, **arguments})
+
+    misuse(name, errors, *says, world=world, alike=alike, instead=instead)(scene)
+
+
+FAILED_ELSEWHERE = (ValueError, TypeError, PlanMismatchError)
+
+_bad_stage(
+    "an unknown layout on one stage",
+    FAILED_ELSEWHERE,
+    lambda stage, _: (Stage(), {"layout": ("flat", "flatt")[stage]}),
+    "layout 'flatt' is unknown",
+    world=4,
+    alike=False,
+)
+_bad_stage(
+    "a combination that is refused on one stage",
+    FAILED_ELSEWHERE,
+    lambda stage, _: (Stage(), {"layout": ("flat", "compact")[stage], "shard_grads": True}),
+    "shard_grads=True with layout 'compact'",
+    world=4,
+    alike=False,
+)
+_bad_stage(
+    "a stage with nothing to train",
+    FAILED_ELSEWHERE,
+    lambda stage, _: (Stage().requires_grad_(stage == 0), {}),
+    "no trainable param",
+    alike=False,
+)
+_bad_stage(
+    "another layout on one rank of one stage",
+    PlanMismatchError,
+    lambda _, rank: (Stage(), {"layout": "compact" if rank == 3 else "flat"}),
+    "ranks 2 and 3",
+    "layout",
+    "'flat' against 'compact'",
+    world=4,
+)
+_bad_stage(
+    "checked collectives on one stage",
+    PlanMismatchError,
+    lambda stage, _: (Stage(), {"check_collectives": stage == 1}),
+    "ranks 0 and 1",
+    "check_collectives",
+)
+_bad_stage(
+    "a tie of a param that is not there",
+    FAILED_ELSEWHERE,
+    lambda stage, _: (Stage(), {"ties": {"embedding": ("frist.weight", "last.weight")[stage]}}),
+    "tie 'embedding'",
+    "'frist.weight'",
+    "Did you mean 'first.weight'?",
+    alike=False,
+)
+_bad_stage(
+    "a tie on one stage only",
+    ValueError,
+    lambda stage, _: (Stage(), {"ties": {} if stage else {"embedding": "first.weight"}}),
+    "tie 'embedding' is on stage 0 only",
+    "'first.weight'",
+    "ties= of both",
+)
+_bad_stage(
+    "a tie of different shapes",
+    ValueError,
+    lambda stage, _: (Stage(width=(6, 8)[stage]), {"ties": {"embedding": "first.weight"}}),
+    "tie 'embedding' has shape [6, 6] on stage 0",
+    "[8, 8] on stage 1",
+    "must be alike",
+)
+_bad_stage(
+    "a tie of different dtypes",
+    ValueError,
+    lambda stage, _: (Stage().to((torch.float32, torch.bfloat16)[stage]), {"ties": {"embedding": "first.weight"}}),
+    "tie 'embedding' has dtype torch.float32 on stage 0",
+    "torch.bfloat16 on stage 1",
+    "must be alike",
+)
+
+
+def _half_frozen(stage: int) -> Stage:
+    module = Stage()
+    module.first.requires_grad_(stage == 0)
+    return module
+
+
+_bad_stage(
+    "a tie of a frozen param",
+    FAILED_ELSEWHERE,
+    lambda stage, _: (_half_frozen(stage), {"ties": {"embedding": "first.weight"}}),
+    "tie 'embedding' names 'first.weight'",
+    "no trainable param",
+    alike=False,
+)
+_bad_stage(
+    "a tie between two layouts",
+    PlanMismatchError,
+    lambda stage, _: (Stage(), {"layout": ("flat", "padded")[stage], "ties": {"embedding": "first.weight"}}),
+    "tie 'embedding'",
+    "padded",
+    "flat",
+    "same layout",
+    world=4,
+)
+_bad_stage(
+    "a tie that one rank of a stage does not know",
+    PlanMismatchError,
+    lambda _, rank: (Stage(), {"ties": {} if rank == 1 else {"embedding": "first.weight"}}),
+    "ranks 0 and 1",
+    "embedding",
+    world=4,
+    instead="accepted where the weight has a bucket of its own anyway; the first step hangs",
+)
+_bad_stage(
+    "a tie that names another param on one rank of a stage",
+    PlanMismatchError,
+    lambda _, rank: (Stage(), {"ties": {"embedding": "middle.weight" if rank == 1 else "first.weight"}}),
+    "ranks 0 and 1",
+    "embedding",
+    world=4,
+    instead="accepted where the weight has a bucket of its own anyway; gradients of different weights are summed",
+)
+_bad_stage(
+    "two ties of one param",
+    ValueError,
+    lambda _, __: (Stage(), {"ties": {"embedding": "first.weight", "head": "first.weight"}}),
+    "'first.weight'",
+    "'embedding'",
+    "'head'",
+    instead="KeyError: 'embedding'",
+)
+_bad_stage(
+    "a tie to nothing",
+    TypeError,
+    lambda _, __: (Stage(), {"ties": {"embedding": None}}),
+    "ties",
+    "None",
+    instead="TypeError: 'NoneType' object is not iterable",
+)
+_bad_stage(
+    "a list of ties on one rank",
+    FAILED_ELSEWHERE,
+    lambda stage, _: (Stage(), {"ties": ["first.weight"] if stage else {"embedding": "first.weight"}}),
+    "ties must be",
+    alike=False,
+    instead="the other rank waits for one that has raised",
+)
+_bad_stage(
+    "a tie that is routed differently",
+    PlanMismatchError,
+    lambda stage, _: (
+        Stage(),
+        {
+            "ties": {"embedding": "first.weight"},
+            "rules": [layerwise.RouteRule(pattern="first.weight", to="other")] if stage else None,
+        },
+    ),
+    "tie 'embedding'",
+    "same",
+    instead="accepted: Muon updates one copy and AdamW the other",
+)
+_bad_stage(
+    "a tie with options on one stage",
+    PlanMismatchError,
+    lambda stage, _: (
+        Stage(),
+        {
+            "ties": {"embedding": "first.weight"},
+            "rules": [layerwise.RouteRule(pattern="first.weight", to="matrix", options={"lr": 0.5})] if stage else None,
+        },
+    ),
+    "tie 'embedding'",
+    "same",
+    instead="accepted: the copies drift apart",
+)
+
+
+@misuse(
+    "ties in a pipeline of one stage",
+    ValueError,
+    "'first.weight'",
+    "without pipeline stages",
+    world=2,
+    instead="KeyError: 'embedding'",
+)
+def _(rank: int, world: int) -> Scene:
+    mesh = mesh_of(pp=1, dp=2)
+    yield (module := Stage())
+    layerwise.DataParallel(module, mesh=mesh, ties={"embedding": "first.weight"})
+
+
+def _settings_of_stages(
+    name: str,
+    errors: Any,
+    settings: tuple[dict[str, Any], dict[str, Any]],
+    *says: str,
+    ties: tuple[str, str] | None = None,
+    alike: bool = True,
+    instead: str = "",
+) -> None:
+    """Arguments of the Optimizer that differ between stages; `ties` names the two copies of a weight."""
+
+    def scene(rank: int, world: int) -> Scene:
+        mesh = mesh_of(pp=2, dp=1)
+        torch.manual_seed(1)
+        model = layerwise.DataParallel(
+            Stage(), mesh=mesh, layout="flat", ties={"embedding": ties[rank]} if ties else None
+        )
+        yield model.module
+        optimizer_of(model, **settings[rank])
+
+    misuse(name, errors, *says, world=2, alike=alike, instead=instead)(scene)
+
+
+_settings_of_stages(
+    "another clip norm on one stage",
+    PlanMismatchError,
+    ({"clip_grad_norm": 1.0}, {"clip_grad_norm": 2.0}),
+    "ranks 0 and 1",
+    "clip_grad_norm: 1.0 against 2.0",
+)
+_settings_of_stages(
+    "another policy for NaN on one stage", PlanMismatchError, ({}, {"nonfinite": "raise"}), "nonfinite", "'raise'"
+)
+_settings_of_stages("strict_grads on one stage", PlanMismatchError, ({}, {"strict_grads": True}), "strict_grads")
+_settings_of_stages("zeros counted on one stage", PlanMismatchError, ({}, {"count_zeros": True}), "count zeros")
+_settings_of_stages(
+    "loss scaling on one stage", PlanMismatchError, ({}, {"loss_scale": layerwise.LossScale()}), "loss scale"
+)
+_settings_of_stages(
+    "norm groups of one stage",
+    PlanMismatchError,
+    ({"norm_groups": {"first": "first.*"}}, {"norm_groups": {"one": "first.*"}}),
+    "norm groups",
+    "'first' against 'one'",
+)
+_settings_of_stages(
+    "a bad clip norm on one stage",
+    FAILED_ELSEWHERE,
+    ({"clip_grad_norm": 1.0}, {"clip_grad_norm": 0.0}),
+    "clip_grad_norm must be a positive number",
+    alike=False,
+)
+_settings_of_stages(
+    "a norm group that matches on no stage",
+    ValueError,
+    ({"norm_groups": {"heads": "head.*"}},) * 2,
+    "norm group 'heads'",
+    "matches no trainable param",
+)
+_settings_of_stages(
+    "another lr for one copy of a tied weight",
+    PlanMismatchError,
+    ({}, {"matrix": layerwise.Muon(lr=0.5)}),
+    "tie 'embedding'",
+    "lr",
+    ties=("first.weight", "first.weight"),
+    instead="accepted: the copies drift apart",
+)
+_settings_of_stages(
+    "a norm group of one copy of a tied weight",
+    (ValueError, PlanMismatchError),
+    ({"norm_groups": {"first": "first.*"}},) * 2,
+    "tie 'embedding'",
+    "first",
+    ties=("first.weight", "last.weight"),
+    instead="accepted: the copies are clipped by different norms and drift apart",
+)
+
+
+def _at_step(
+    name: str,
+    errors: Any,
+    change: Callable[[int, Stage, Optimizer], Any],
+    *says: str,
+    world: int = 2,
+    alike: bool = True,
+    instead: str = "",
+    **wrapping: Any,
+) -> None:
+    """A mistake between backward and step: `change(rank, module, optimizer)`. No stage may step while another raises."""
+
+    def scene(rank: int, world: int) -> Scene:
+        module, optimizer = on_stages(rank, world, **wrapping)
+        yield optimizer
+        before = [dict(group) for group in optimizer.param_groups]
+        change(rank, module, optimizer)
+        try:
+            optimizer.step()
+        finally:
+            for group, options in zip(optimizer.param_groups, before, strict=True):
+                group.update(options)
+
+    misuse(name, errors, *says, world=world, alike=alike, instead=instead)(scene)
+
+
+def _set_lr(lr: float, *ranks: int) -> Callable[[int, Stage, Optimizer], Any]:
+    return lambda rank, _, optimizer: rank in ranks and optimizer.param_groups[0].update(lr=lr)
+
+
+_at_step(
+    "an lr that is NaN on one rank of one stage",
+    FAILED_ELSEWHERE,
+    _set_lr(math.nan, 3),
+    "lr must be a finite number, got nan",
+    world=4,
+    alike=False,
+)
+_at_step(
+    "an lr changed on one rank of one stage",
+    PlanMismatchError,
+    _set_lr(0.5, 2),
+    "ranks 2 and 3",
+    "param group 0, lr",
+    world=4,
+)
+_at_step(
+    "an lr that is NaN on all ranks of one stage",
+    FAILED_ELSEWHERE,
+    _set_lr(math.nan, 2, 3),
+    "lr must be a finite number, got nan",
+    world=4,
+    alike=False,
+    instead="the other stage takes the step",
+)
+_at_step(
+    "a gradient set by hand on one stage",
+    (StateError, PlanMismatchError),
+    lambda rank, module, _: rank and setattr(module.first.weight, "grad", torch.ones(6, 6)),
+    "param 'first.weight' has a .grad",
+    alike=False,
+    instead="the other stage takes the step",
+)
+_at_step(
+    "an lr changed for one copy of a tied weight",
+    PlanMismatchError,
+    _set_lr(0.5, 1),
+    "tie 'embedding'",
+    "lr",
+    ties={"embedding": "first.weight"},
+    instead="accepted: the copies drift apart",
+)
+
+
+@misuse(
+    "no gradient on one stage under strict_grads",
+    StateError,
+    "first.weight of stage 1 (2 of 2 ranks)",
+    "strict_grads=True",
+    world=4,
+)
+def _(rank: int, world: int) -> Scene:
+    module, optimizer = on_stages(rank, world, settings={"strict_grads": True})
+    if stage_of(rank, world):
+        optimizer.zero_grad()
+        module.last.weight.sum().backward()
+    yield optimizer
+    optimizer.step()
+
+
+@misuse(
+    "NaN on one rank of one stage under nonfinite='raise'",
+    NonFiniteError,
+    "'middle.weight of stage 1'",
+    "nothing was changed",
+    world=4,
+)
+def _(rank: int, world: int) -> Scene:
+    module, optimizer = on_stages(rank, world, settings={"nonfinite": "raise"})
+    if rank == 3:
+        (module.middle.weight * math.nan).sum().backward()
+    yield optimizer
+    optimizer.step()
+
+
+@misuse(
+    "NaN in the experts of one rank under nonfinite='raise'", NonFiniteError, "'up'", "nothing was changed", world=2
+)
+def _(rank: int, world: int) -> Scene:
+    torch.manual_seed(1)
+    module = Moe({"up": "expert"})
+    model = layerwise.DataParallel(module, mesh=mesh_of(dp=1, ep=2))
+    optimizer = optimizer_of(model, nonfinite="raise")
+    model(torch.ones(2, 6)).sum().backward()
+    if rank == 1:
+        (module.up * math.nan).sum().backward()
+    yield optimizer
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------ state of several ranks
+
+
 def _swapped_states(rank: int, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The state dicts of both ranks, as files would bring them."""
     import torch.distributed as dist
@@ -1091,6 +2055,95 @@ def _(rank: int, world: int) -> Scene:
     optimizer.load_state_dict(states[0])
 
 
+def _state_of_another_layout(saved: str, loading: str) -> None:
+    def scene(rank: int, world: int) -> Scene:
+        # Wide enough that a flat shard ends inside a weight.
+        optimizers = [
+            optimizer_of(layerwise.DataParallel(Small(width=24), layout=layout)) for layout in (saved, loading)
+        ]
+        yield optimizers[1]
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+    name = f"a state dict of layout {saved} for layout {loading}"
+    misuse(name, ValueError, "state dict belongs to another layout", "same plan", world=2, alike=False)(scene)
+
+
+for _saved, _loading in (
+    ("flat", "padded"),
+    ("flat", "compact"),
+    ("flat", "replicated"),
+    ("replicated", "flat"),
+    ("compact", "flat"),
+    ("compact", "padded:reference"),
+):
+    _state_of_another_layout(_saved, _loading)
+
+
+@misuse(
+    "a state dict of other experts on one rank", (ValueError, PlanMismatchError), "state dict", world=2, alike=False
+)
+def _(rank: int, world: int) -> Scene:
+    optimizers = []
+    for dims in ({"dp": 2, "ep": 1}, {"dp": 1, "ep": 2}):
+        torch.manual_seed(1)
+        optimizers.append(optimizer_of(layerwise.DataParallel(Moe({"up": "expert"}), mesh=mesh_of(**dims))))
+    yield optimizers[0]
+    optimizers[0].load_state_dict(optimizers[rank].state_dict())
+
+
+@misuse(
+    "the state dict of another pipeline stage",
+    ValueError,
+    "state dict",
+    "stage",
+    world=2,
+    alike=False,
+    instead="accepted where stages have params of the same names",
+)
+def _(rank: int, world: int) -> Scene:
+    _, optimizer = on_stages(rank, world)
+    optimizer.step()
+    states = _swapped_states(rank, optimizer)
+    yield optimizer
+    optimizer.load_state_dict(states[1 - rank])
+
+
+@misuse(
+    "the state dict of other experts",
+    ValueError,
+    "state dict",
+    "same rank",
+    world=2,
+    alike=False,
+    instead="accepted where nothing is sharded",
+)
+def _(rank: int, world: int) -> Scene:
+    torch.manual_seed(rank)
+    model = layerwise.DataParallel(Moe({"up": "expert"}), mesh=mesh_of(dp=1, ep=2), layout="replicated")
+    optimizer = optimizer_of(model)
+    model(torch.linspace(-1.0, 1.0 + rank, 12).reshape(2, 6)).square().mean().backward()
+    optimizer.step()
+    states = _swapped_states(rank, optimizer)
+    yield optimizer
+    optimizer.load_state_dict(states[1 - rank])
+
+
+@misuse(
+    "state dicts of different steps on two stages",
+    PlanMismatchError,
+    "state dicts",
+    "step",
+    world=2,
+    instead="accepted: stages go on from different steps",
+)
+def _(rank: int, world: int) -> Scene:
+    _, optimizer = on_stages(rank, world)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    yield optimizer
+    optimizer.load_state_dict(saved if rank else copy.deepcopy(optimizer.state_dict()))
+
+
 # ------------------------------------------------------------------------------------------------ the figure
 
 
@@ -1108,18 +2161,23 @@ def _guards_removed() -> Any:
             setattr(owner, name, method)
 
 
+def settled(world: int | None = None) -> list[str]:
+    """Cases that the library is known to refuse: on so many ranks, or on any number."""
+    return [case.name for case in CASES.values() if not case.instead and world in (None, case.world)]
+
+
 def complaints(*, ranks: bool = True) -> dict[str, str]:
     """Every case with what is wrong about it."""
-    found = {case.name: take(case).complaint for case in CASES.values() if case.world == 1}
-    if ranks:
-        found.update(complaints_on_ranks([case.name for case in CASES.values() if case.world == 2]))
+    found = {name: take(CASES[name]).complaint for name in settled(world=1)}
+    for world in WORLDS if ranks else ():
+        found.update(complaints_on_ranks(settled(world)))
     return found
 
 
 def complaints_on_ranks(names: list[str]) -> dict[str, str]:
-    """All together, or one by one when a rank does not come back."""
+    """Cases for one number of ranks: all together, or one by one when a rank does not come back."""
     try:
-        answers = run_ranks(2, take_on_ranks, names, pg_timeout_s=SLOWEST_S)
+        answers = run_ranks(CASES[names[0]].world, take_on_ranks, names, pg_timeout_s=SLOWEST_S)
     except RankFailure as failure:
         if len(names) == 1:
             return {names[0]: str(failure)[-300:]}
@@ -1129,7 +2187,7 @@ def complaints_on_ranks(names: list[str]) -> dict[str, str]:
         texts = [
             f"rank {rank}: {answer[name].complaint}" for rank, answer in enumerate(answers) if answer[name].complaint
         ]
-        if not texts and CASES[name].alike and answers[0][name].text != answers[1][name].text:
+        if not texts and CASES[name].alike and len({answer[name].text for answer in answers}) > 1:
             texts = [f"ranks got different texts: {[answer[name].text[:120] for answer in answers]}"]
         found[name] = "; ".join(texts)
     return found

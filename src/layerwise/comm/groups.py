@@ -162,7 +162,14 @@ def check_mesh(mesh: object) -> None:
 
 def describe_mesh(mesh: DeviceMesh | None) -> dict[str, object] | None:
     """A mesh as data: its dims in order, and who sits where."""
-    return None if mesh is None else {"dims": list(mesh.mesh_dim_names or ()), "ranks": mesh.mesh.tolist()}
+    return (
+        None
+        if mesh is None
+        else {
+            "dims": [list(pair) for pair in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)],
+            "ranks": mesh.mesh.tolist(),
+        }
+    )
 
 
 def num_stages(mesh: DeviceMesh | None) -> int:

@@ -85,7 +85,9 @@ class GradReducer:
         self._next = 0
         self._is_last_round = True
         self._is_finished = False
-        self.num_rounds = 0
+        self.step_number = 0
+        """Steps taken so far: what stochastic rounding goes by, so that a run can be resumed."""
+        self._num_rounds = 0
         self.reset()
 
     @property
@@ -146,8 +148,8 @@ class GradReducer:
                     self._storage.view_in(full, fqn).add_(grad)
                     self._seen.add(fqn)
             out = torch.empty_like(bucket.grad_shard)
-            self._reductions[index].start(full, out, self.num_rounds).wait()
-            self.num_rounds += 1
+            self._reductions[index].start(full, out, (self.step_number, self._num_rounds)).wait()
+            self._num_rounds += 1
             more_of[index] = out.to(bucket.work.dtype)
         self._add_stages(more_of)
         for index, more in more_of.items():
@@ -177,7 +179,7 @@ class GradReducer:
             if placement.fqn not in self._written:
                 self._storage.grad_view(placement.fqn).zero_()
         out = torch.empty_like(bucket.grad_shard) if progress.has_landed or progress.flights else bucket.grad_shard
-        handle = self._reductions[bucket.plan.index].start(full, out, self.num_rounds)
+        handle = self._reductions[bucket.plan.index].start(full, out, (self.step_number, self._num_rounds))
         progress.flights.append(_Flight(handle, full, out))
         progress.phase = BucketPhase.REDUCING
 
@@ -236,7 +238,7 @@ class GradReducer:
         self._seen.update(self._written)
         self._expected = dict(self._arrivals)
         self._arrivals.clear()
-        self.num_rounds += 1
+        self._num_rounds += 1
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
@@ -302,6 +304,7 @@ class GradReducer:
         self._arrivals.clear()
         self._late_grads.clear()
         self._next = 0
+        self._num_rounds = 0
         self._is_finished = False
 
     @property

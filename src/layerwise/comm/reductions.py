@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Protocol
 
 import torch
@@ -22,9 +23,9 @@ class Reduction(Protocol):
     dtype: torch.dtype
     """Of the full gradient."""
 
-    def start(self, full: Tensor, out: Tensor, round_number: int) -> Handle:
+    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
         """Begin: `full` is this rank's gradient of the whole bucket, its shard of the sum lands in `out`, which may lie
-        in `full`. Both belong to the reduction until the handle was waited for."""
+        in `full`. Both belong to the reduction until the handle was waited for. `when` is the step and the round in it."""
         ...
 
 
@@ -36,7 +37,7 @@ class _Scattered:
         self._communicator = communicator
         self._op = reduce_op(bucket.plan, grad_dtype)
 
-    def start(self, full: Tensor, out: Tensor, round_number: int) -> Handle:
+    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
         return self._communicator.reduce_scatter(self._op, full, out)
 
 
@@ -49,7 +50,7 @@ class _Everywhere:
         self._op = reduce_op(bucket.plan, grad_dtype)
         self._part = bucket.plan.shard_part(bucket.shard)
 
-    def start(self, full: Tensor, out: Tensor, round_number: int) -> Handle:
+    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
         mine = full[self._part]
         handle = self._communicator.all_reduce(self._op, full)
         return handle if mine.data_ptr() == out.data_ptr() else handle.followed_by(lambda: out.copy_(mine), out)
@@ -71,9 +72,9 @@ class _Ordered:
         self._is_stochastic = bucket.plan.reducer == "ordered_bf16" and communicator.world > 1
         self._seed = bucket.plan.index
 
-    def start(self, full: Tensor, out: Tensor, round_number: int) -> Handle:
+    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
         communicator = self._communicator
-        wire = self._rounded(full, round_number) if self._is_stochastic else full
+        wire = self._rounded(full, when) if self._is_stochastic else full
         received = wire.new_empty(communicator.world * self._mine)
         handle = communicator.all_to_all(self._op, wire, received, self._splits, (self._mine,) * communicator.world)
 
@@ -84,9 +85,10 @@ class _Ordered:
 
         return handle.followed_by(add_up, out)
 
-    def _rounded(self, full: Tensor, round_number: int) -> Tensor:
-        # A stream of its own for every bucket, round and rank: runs repeat, and the user's generators stay untouched.
-        seed = (round_number * 1_000_003 + self._seed) * 1_000_003 + self._communicator.rank
+    def _rounded(self, full: Tensor, when: tuple[int, int]) -> Tensor:
+        # A stream of its own for every step, round, bucket and rank: runs repeat, and the user's generators stay untouched.
+        numbers = f"{when} {self._seed} {self._communicator.rank}".encode()
+        seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "big") >> 1
         generator = torch.Generator(device=full.device).manual_seed(seed)
         return round_stochastically(full, generator)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from layerwise.buffers.bind import domains_by_prefix, vocabulary_shapes
-from layerwise.comm.groups import Groups, share
+from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.errors import PlanMismatchError, did_you_mean
 from layerwise.layout.plan import Plan
 from layerwise.routing.spec import EXPERT
@@ -43,8 +43,13 @@ class Roster:
         ties: Mapping[str, str],
     ) -> Roster:
         if len(groups.stages) == 1:
-            return cls(
-                (tuple(trainables),), {}, frozenset(vocabulary_shapes(*chunks)), _has_experts(chunks, trainables)
+            return derive_together(
+                groups,
+                "modules",
+                lambda: cls(
+                    (tuple(trainables),), {}, frozenset(vocabulary_shapes(*chunks)), _has_experts(chunks, trainables)
+                ),
+                lambda roster: {"has_experts": roster.has_experts},
             )
 
         def mine() -> dict[str, Any]:

@@ -275,7 +275,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine.reducer.discard()
         fitting.write(self)
         self._step_count = fitting.extra["step"]
-        self._engine.reducer.num_rounds = fitting.extra["rounds"]
+        self._engine.reducer.step_number = self._step_count
         if self._scaler is not None and fitting.extra["loss_scale"] is not None:
             self._scaler.load_state_dict(fitting.extra["loss_scale"])
         for bucket in self._engine.storage.buckets:
@@ -288,7 +288,6 @@ class Optimizer(torch.optim.Optimizer):
             "plan": self._engine.plan.digest,
             "spans": describe_spans(self._engine.storage),
             "loss_scale": self._scaler.state_dict() if self._scaler is not None else None,
-            "rounds": self._engine.reducer.num_rounds,
             "place": self._engine.groups.place,
         }
 
@@ -377,6 +376,7 @@ class Optimizer(torch.optim.Optimizer):
             self._scaler.update(overflow=bool(totals.nonfinite))
         if not reason:
             self._step_count += 1
+            self._engine.reducer.step_number = self._step_count
             self._update.apply(self.param_groups, divisor, coefficients, self._step_count)
             self._engine.publisher.ensure_all()
         self.stats = replace(

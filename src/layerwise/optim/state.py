@@ -22,8 +22,6 @@ class ExtraState(TypedDict):
     spans: dict[str, list[int]]
     place: list[int]
     """Pipeline stage, and place among the ranks that share out experts."""
-    rounds: int
-    """Reductions so far, which stochastic rounding goes by."""
     loss_scale: dict[str, float] | None
 
 

@@ -88,7 +88,7 @@ class DataParallel(nn.Module):
             )
             if settings.ties and num_stages(mesh) == 1:
                 raise ValueError(
-                    f"ties={dict(settings.ties)} without pipeline stages: expected a mesh whose dim 'pp' is 2 or more. A "
+                    f"ties={dict(settings.ties)} without pipeline stages: expected a mesh with a dim 'pp' of 2 or more. A "
                     "weight shared within one model is one tensor and needs no tie."
                 )
             return chunks, settings
@@ -183,8 +183,8 @@ def _chunks_of(module: object) -> tuple[nn.Module, ...]:
         if isinstance(chunk, DataParallel):
             raise TypeError(f"{where} is a DataParallel already: wrap a model once.")
         if not isinstance(chunk, nn.Module):
-            raise TypeError(f"{where} must be an nn.Module, got {type(chunk).__name__}.")
-        if any(chunk is other for other in found):
-            raise ValueError(f"{where} is in the list twice: expected different modules.")
+            what = type(chunk).__name__
+            got = f"got {what}" if chunk is module else f"{where} is a {what}"
+            raise TypeError(f"module must be an nn.Module or a list of them, {got}.")
         found.append(chunk)
     return tuple(found)

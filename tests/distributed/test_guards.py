@@ -23,7 +23,7 @@ import layerwise
 from layerwise.comm.reducer import GradReducer
 from layerwise.errors import StateError
 from tests.arrangements import Arrangement, wrap_stage
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 from tests.reference.oracle import Hyper
 from tests.reliability.misuse import Moe, Small, Stage, mesh_of, on_stages, optimizer_of, short_waits, small
 from tests.worlds import gradient, hash_everything, hash_of, hash_tensors, rules
@@ -392,11 +392,7 @@ def test_norm_groups_may_have_members_on_another_stage_only() -> None:
     assert first["heads"] > 0.0
 
 
-# ------------------------------------------------------------------------------------------------ legal, and broken
-
-
-def fails_until(reason: str) -> Callable[..., Any]:
-    return pytest.mark.xfail(strict=True, reason=reason, raises=(AssertionError, RankFailure))
+# ------------------------------------------------------------------------------------------------ legal, and once broken
 
 
 def run_shortly(world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
@@ -418,7 +414,6 @@ def ties_in_both_orders(rank: int, world: int) -> list[float]:
     return [float(tied[fqn].double().sum()) for fqn in ties.values()]
 
 
-@fails_until("tied gradients are summed in each stage's own bucket order, so stages wait for each other in a circle")
 def test_two_ties_may_come_in_another_order_on_another_stage() -> None:
     first, second = run_shortly(2, ties_in_both_orders)
     assert first == second
@@ -432,7 +427,6 @@ def checked_ties(rank: int, world: int) -> bool:
     return optimizer.stats.skipped
 
 
-@fails_until("the copies lie in buckets of different numbers, and the contract compares labels with those numbers")
 def test_tied_weights_pass_checked_collectives() -> None:
     assert run_shortly(2, checked_ties) == [False, False]
 
@@ -457,7 +451,6 @@ def norm_of_late_and_accumulated(rank: int, world: int, zero2: bool) -> float:
     return optimizer.stats.grad_norm
 
 
-@fails_until("the gradient of a no_sync block after a synchronised backward is lost where a domain is one rank")
 def test_released_gradients_of_experts_on_one_rank_keep_every_backward() -> None:
     assert run_shortly(2, norm_of_late_and_accumulated, True) == run_shortly(2, norm_of_late_and_accumulated, False)
 
@@ -480,7 +473,6 @@ def metric_after_partial(rank: int, world: int) -> float:
     return float(total)
 
 
-@fails_until("a rank waits inside backward for a reduction that its peer begins in step(), and so never gets there")
 def test_released_gradients_never_wait_inside_backward() -> None:
     assert run_shortly(2, metric_after_partial) == [2.0, 2.0]
 
@@ -504,7 +496,6 @@ def failure_in_a_block(rank: int, world: int, zero2: bool) -> str:
     return hash_tensors(model.parameters())
 
 
-@fails_until("a no_sync block that one rank leaves by an exception is reduced by the others only")
 def test_a_block_that_one_rank_leaves_by_an_exception_can_be_forgotten() -> None:
     assert run_shortly(2, failure_in_a_block, True) == run_shortly(2, failure_in_a_block, False)
 
@@ -523,7 +514,6 @@ def load_after_partial(rank: int, world: int) -> str:
     return f"took step {optimizer.stats.step}"
 
 
-@fails_until("weights are published over the group on which one rank has begun to reduce and the other has not")
 def test_loading_state_after_a_backward_that_reached_different_params_works_or_is_refused() -> None:
     first, second = run_shortly(2, load_after_partial)
     assert first == second
@@ -541,12 +531,10 @@ def scale_on_the_last_stage(rank: int, world: int) -> bool:
     return optimizer.stats.skipped
 
 
-@fails_until("every stage asks for scale_loss(), and only the last one has a loss to scale")
 def test_the_last_stage_scales_the_loss_for_all() -> None:
     assert run_shortly(2, scale_on_the_last_stage) == [False, False]
 
 
-@fails_until("masters follow loaded weights in the next step only, and a state dict before it has the old ones")
 def test_a_state_dict_after_loading_weights_has_their_masters() -> None:
     weights = {"weight": torch.full((4, 4), 3.0, dtype=BF16)}
     saved: dict[str, Any] = {}
@@ -581,7 +569,6 @@ def expert_buffers(rank: int, world: int) -> list[float]:
     return scale
 
 
-@fails_until("only buffers right beside a declared param go with the experts, and others are overwritten by rank 0's")
 def test_buffers_inside_expert_modules_stay_with_their_experts() -> None:
     assert run_shortly(2, expert_buffers) == [[0.0, 0.0], [1.0, 1.0]]
 
@@ -595,7 +582,6 @@ def group_timeouts(rank: int, world: int) -> list[float]:
     return found
 
 
-@fails_until("groups are made with torch's default of half an hour, whatever init_process_group() was given")
 def test_groups_wait_as_long_as_the_process_group_does() -> None:
     assert run_ranks(2, group_timeouts, pg_timeout_s=7.0) == [[7.0, 7.0]] * 2
 
@@ -611,7 +597,6 @@ def warnings_as_errors(rank: int, world: int) -> str:
     return "nothing was raised"
 
 
-@fails_until("rank 0 alone warns, and so raises alone where warnings are errors")
 def test_a_warning_that_is_an_error_is_one_on_every_rank() -> None:
     for text in run_shortly(2, warnings_as_errors):
         assert "under the matrix rule" in text

@@ -241,7 +241,7 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object], *, across_stag
     compared = [0 if across_stages else min(groups.stages[stage]) for stage in groups.stage_of]
     pairs = [(first, rank) for rank, first in enumerate(compared) if not torch.equal(everyone[first], everyone[rank])]
     # Every rank of a stage may have failed alike: then its peers agree, and only the other stages do not know.
-    if not pairs and (len(groups.stages) == 1 or not _any_failed(groups, facts)):
+    if not pairs and (len(groups.stages) == 1 or not any_rank(groups, _ERROR in facts)):
         return
     gathered = gather_facts(dict(facts), groups.control)
     for rank, theirs in enumerate(gathered):
@@ -254,10 +254,13 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object], *, across_stag
     )
 
 
-def _any_failed(groups: Groups, facts: Mapping[str, object]) -> bool:
-    failed = torch.tensor([int(_ERROR in facts)])
-    dist.all_reduce(failed, group=groups.control)
-    return bool(failed)
+def any_rank(groups: Groups, flag: bool) -> bool:
+    """Whether the flag is set on any rank; all of them ask."""
+    if groups.control is None:
+        return flag
+    count = torch.tensor([int(flag)])
+    dist.all_reduce(count, group=groups.control)
+    return bool(count)
 
 
 def failure(error: Exception) -> dict[str, object]:

@@ -275,11 +275,11 @@ class GradReducer:
             self._land(bucket, progress)
 
     @torch.no_grad()
-    def discard(self) -> None:
-        """Forget all gradients, wherever ranks are: every rank does it, so all of them finish the round first."""
+    def settle(self) -> None:
+        """Have nothing under way, wherever ranks are: every rank does it, so all of them finish the round. What comes
+        afterwards is late."""
         self._is_last_round = True
         self._finish_round()
-        self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -49,7 +49,7 @@ class Roster:
                 lambda: cls(
                     (tuple(trainables),), {}, frozenset(vocabulary_shapes(*chunks)), _has_experts(chunks, trainables)
                 ),
-                lambda roster: {"has_experts": roster.has_experts},
+                lambda roster: {},
             )
 
         def mine() -> dict[str, Any]:

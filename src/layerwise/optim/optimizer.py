@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine, Settings
-from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, default_world, derive_together
+from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, any_rank, default_world, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
@@ -263,7 +263,7 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
-        it on every rank. Gradients that were not used yet are forgotten."""
+        it on every rank."""
         fitting = derive_together(
             self._engine.groups,
             "state dicts",
@@ -272,7 +272,9 @@ class Optimizer(torch.optim.Optimizer):
         )
         common = {"step": fitting.extra["step"], "loss_scale": fitting.extra["loss_scale"]}
         agree(self._engine.groups, "state dicts", common, across_stages=True)
-        self._engine.reducer.discard()
+        # Ranks may have reduced different buckets by now, and are about to gather weights over the same groups.
+        if any_rank(self._engine.groups, self._engine.reducer.has_gradients):
+            self._engine.reducer.settle()
         fitting.write(self)
         self._step_count = fitting.extra["step"]
         self._engine.reducer.step_number = self._step_count

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layerwise.buffers.storage import Bucket
 from layerwise.comm.engine import Engine
 from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import count_zeros, square_sums
@@ -157,12 +158,10 @@ class StatsPass:
         position = {fqn: index for index, (stage, fqn) in enumerate(self._entries) if stage == self._stage}
         self._position = position
         slot = {name: index for index, name in enumerate(self.names)}
-        first_stage = {tie: min(copies) for tie, copies in engine.roster.copies.items()}
         pairs = [
             (bucket, span)
             for bucket in storage.buckets
-            if (bucket.plan.num_shards > 1 or storage.ranks[bucket.plan.domain] == 0)
-            and first_stage.get(bucket.plan.tie, self._stage) == self._stage
+            if _holds_first(bucket, engine) and _is_first_copy(bucket, engine)
             for span in bucket.spans
         ]
         self._spans = [bucket.work[span.part] for bucket, span in pairs]
@@ -256,6 +255,16 @@ class StatsPass:
     def _name(self, entry: tuple[int, str]) -> str:
         stage, fqn = entry
         return fqn if len(self._stage_sizes) == 1 else f"{fqn} of stage {stage}"
+
+
+def _holds_first(bucket: Bucket, engine: Engine) -> bool:
+    """Whether this rank is the first of those that hold the same shard of a bucket."""
+    return bucket.plan.num_shards > 1 or engine.storage.ranks[bucket.plan.domain] == 0
+
+
+def _is_first_copy(bucket: Bucket, engine: Engine) -> bool:
+    """Whether this stage is the first that has a copy of a bucket's weight."""
+    return not bucket.plan.tie or min(engine.roster.copies[bucket.plan.tie]) == engine.groups.stage
 
 
 def _words(text: str) -> list[int]:

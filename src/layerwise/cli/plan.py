@@ -18,7 +18,7 @@ from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
 from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
 from layerwise.cli.settings import load_settings
 from layerwise.config.rules import RULES_BY_KIND
-from layerwise.config.schema import TrainConfig
+from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem, did_you_mean
 from layerwise.layout.choice import Choice, Hardware
@@ -155,12 +155,16 @@ def _blamed_on(word: str, make: Callable[[], ParamTable]) -> ParamTable:
 
 
 def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
-    """The params of a module that is built on the meta device."""
-    config = load_settings(source.path or source.word, ()).config if source.kind is ModelKind.TRAINER else TrainConfig()
-    module = build_model(source, config)
-    from layerwise.buffers.bind import param_table  # imports torch, which is there by now
+    """The params of a module that is built on the meta device: the trainer's as one rank of `--ep` has it, a user's as it
+    is."""
+    if source.kind is ModelKind.TRAINER:
+        config = load_settings(source.path or source.word, ()).config
+        table = _blamed_on(source.word, lambda: _trainer_table(config, request.expert_parallel))
+    else:
+        module = build_model(source, TrainConfig())
+        from layerwise.buffers.bind import param_table  # imports torch, which is there by now
 
-    table = _blamed_on(source.word, lambda: param_table(module))
+        table = _blamed_on(source.word, lambda: param_table(module))
     if request.expert_parallel > 1 and all(param.domain == DENSE for param in table):
         what = (
             f"--ep {request.expert_parallel} needs experts with a domain of their own: none of its modules names any in "
@@ -170,6 +174,19 @@ def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
     if request.param_dtype is None:
         return table
     return ParamTable(tuple(replace(param, dtype=request.param_dtype) for param in table))
+
+
+def _trainer_table(config: TrainConfig, expert_parallel: int) -> ParamTable:
+    from layerwise.buffers.bind import param_table, torch_dtype
+    from layerwise.cli.meta import shapes_only
+    from layerwise.comm.dispatch import ExpertRanks
+    from layerwise.train.model import GPT
+
+    if config.parallel.pp > 1:
+        note(f"note: parallel.pp = {config.parallel.pp} is left aside: the plan is for the whole model as one stage.")
+    with shapes_only():
+        module = GPT(resolve_model(config.model), experts=ExpertRanks(group=None, rank=0, world=expert_parallel))
+    return param_table(module.to(torch_dtype(DType(config.train.precision))))
 
 
 def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | None) -> Comparison:
@@ -299,6 +316,7 @@ def _rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
         *(row(f"  {kind}", nbytes_of(kind)) for kind in kinds),
         row("wire", lambda column: format_ms(column.traffic.ms)),
         *(row(f"  {phase}", ms_of(phase)) for phase in phases),
+        row("  waited for", lambda column: format_ms(column.traffic.waited_ms)),
         row("newton-schulz", lambda column: format_ms(column.work.ms)),
         row("  imbalance", lambda column: f"{column.work.imbalance:.2f}"),
         row("  idle ranks", lambda column: str(column.work.idle_ranks)),
@@ -328,7 +346,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     hardware = comparison.setting.hardware
     yield (
         f"assumed: {hardware.ns_tflops:g} TFLOP/s in Newton-Schulz (--tflops), {hardware.link_gb_s:g} GB/s from each rank "
-        "(--link-gb-s); no latency, no overlap"
+        "(--link-gb-s), no latency, and a backward that makes gradients as fast as the wire reduces them"
     )
     if comparison.hint is not None:
         yield f"hint: {comparison.hint}"

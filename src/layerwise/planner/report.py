@@ -73,7 +73,7 @@ def column_of(
         padding_percent=100 * plan.padding_ratio,
         buckets=len(plan.buckets),
         work=work_of(plan, rules, hardware),
-        traffic=traffic_of(schedule, plan.world, hardware),
+        traffic=traffic_of(plan, schedule, hardware),
     )
 
 
@@ -134,6 +134,8 @@ def compare(table: ParamTable, setting: Setting, layouts: Sequence[str] | None =
         refusals = {layout: _refusal(table, setting, layout) for layout in SIDE_BY_SIDE}
         left_out = {layout: why for layout, why in refusals.items() if why is not None}
         layouts = [layout for layout in SIDE_BY_SIDE if layout not in left_out]
+        if not layouts:
+            raise ValueError(f"no layout can be combined with these settings. {next(iter(left_out.values()))}")
     asks_auto = len(layouts) > 1 or "auto" in layouts
     plans = setting.plans(table, [*layouts, *(["auto"] if asks_auto and "auto" not in layouts else [])])
     auto = plans.pop("auto", None)

@@ -1,7 +1,7 @@
 """What a step will take beside forward and backward: Newton-Schulz on the busiest rank, and bytes on the wire.
 
-Times are FLOPs and bytes over what the hardware can do at best. Latency, overlap and kernels are not in them: they are
-for comparing layouts, and `layout/choice.py` compares by the same ones.
+Times are FLOPs and bytes over what the hardware can do at best. They are for comparing layouts: `layout/choice.py` has the
+model and compares by the same ones.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from operator import add
 
 from layerwise.config.rules import Muon
-from layerwise.layout.choice import Hardware, newton_schulz_loads, sent_by_rank, spread
+from layerwise.layout.choice import Hardware, exposed_nbytes, newton_schulz_loads, sent_by_rank, spread
 from layerwise.layout.plan import Plan
-from layerwise.layout.schedule import CommOp, CommSchedule, Kind, Phase
+from layerwise.layout.schedule import CommSchedule, Kind, Phase
 from layerwise.planner.rules import Rules
 
 PHASES: tuple[Phase, ...] = ("reduce", "tie", "stats", "exchange", "return", "publish")
@@ -61,7 +61,7 @@ def work_of(plan: Plan, rules: Rules, hardware: Hardware) -> Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What the rank that sends most sends in one step."""
+    """What the rank that sends most sends in one step, and how long its link is busy with it."""
 
     rank: int
     nbytes_by_kind: Mapping[str, int]
@@ -69,33 +69,42 @@ class Traffic:
     nbytes: int
     ms_by_phase: Mapping[Phase, float]
     ms: float
+    waited_ms: float
+    """What a step waits for: the exchange, the gather, and of the reduction what is left when backward ends."""
 
     def to_json(self) -> dict[str, object]:
         nbytes: dict[str, int] = {**self.nbytes_by_kind}
         ms = {str(phase): taken for phase, taken in self.ms_by_phase.items()}
-        return {"rank": self.rank, "bytes": {**nbytes, "total": self.nbytes}, "ms": {**ms, "total": self.ms}}
+        return {
+            "rank": self.rank,
+            "bytes": {**nbytes, "total": self.nbytes},
+            "ms": {**ms, "total": self.ms, "waited": self.waited_ms},
+        }
 
 
-def traffic_of(schedule: CommSchedule, world: int, hardware: Hardware) -> Traffic:
-    """The bytes of a schedule and how long a link is busy with them."""
-    totals = sent_by_rank(schedule.ops, world)
+def traffic_of(plan: Plan, schedule: CommSchedule, hardware: Hardware) -> Traffic:
+    """The bytes of a plan's schedule, and times by the cost model of `layout/choice.py`."""
+    totals = sent_by_rank(schedule.ops, plan.world)
     nbytes = max(totals)
     rank = totals.index(nbytes)
-    by_kind: dict[str, int] = {}
+    numbers = numbers_of(plan, rank)
     by_phase: dict[Phase, int] = {}
     for op in schedule.ops:
-        sent = nbytes_of(op, rank, world)
-        by_kind[op.kind] = by_kind.get(op.kind, 0) + sent
-        by_phase[op.phase] = by_phase.get(op.phase, 0) + sent
+        by_phase[op.phase] = by_phase.get(op.phase, 0) + op.nbytes(numbers.get(op.domain, 0))
+    reductions = [op for op in schedule.ops if op.phase == "reduce"]
+    after = max(sent_by_rank((op for op in schedule.ops if op.phase != "reduce"), plan.world))
+    waited = after + exposed_nbytes(plan.buckets, reductions, plan.grad_dtype)
+    per_byte = 1 / hardware.link_gb_s / 1e6
     return Traffic(
         rank=rank,
-        nbytes_by_kind=by_kind,
+        nbytes_by_kind=schedule.bytes_by_collective(numbers),
         nbytes=nbytes,
-        ms_by_phase={phase: by_phase[phase] / hardware.link_gb_s / 1e6 for phase in PHASES if phase in by_phase},
-        ms=nbytes / hardware.link_gb_s / 1e6,
+        ms_by_phase={phase: by_phase[phase] * per_byte for phase in PHASES if phase in by_phase},
+        ms=nbytes * per_byte,
+        waited_ms=waited * per_byte,
     )
 
 
-def nbytes_of(op: CommOp, rank: int, world: int) -> int:
-    """What a rank of the dense domain sends in a collective, be it of a smaller domain."""
-    return op.nbytes(rank // (world // len(op.sent)) if op.sent else rank)
+def numbers_of(plan: Plan, rank: int) -> dict[str, int]:
+    """The number that a rank of the dense domain has in each domain, with ranks arranged as `sent_by_rank` says."""
+    return {domain: rank // (plan.world // size) for domain, size in plan.world_by_domain.items()}

@@ -199,16 +199,16 @@ def exposed_nbytes(buckets: Sequence[BucketPlan], reductions: Sequence[CommOp], 
 
 def newton_schulz_loads(work: WorkPlan, steps: int = _STEPS, method: str = "auto") -> list[int]:
     """FLOPs of every rank's matrices."""
-    flops_of: dict[tuple[int, int], int] = {}
     everywhere, loads = 0, [0] * work.world
-    for item in work.items:
-        shape = item.matrix.rows, item.matrix.cols
-        if shape not in flops_of:
-            flops_of[shape] = newton_schulz_flops(*shape, steps, gram=resolve_method(method, *shape) == "gram")
-        if item.home == EVERY_RANK:
-            everywhere += flops_of[shape]
+    rows = cols = flops = 0
+    for matrix, _, _, home, _ in work.items:
+        if matrix.rows != rows or matrix.cols != cols:  # shapes come in long runs
+            rows, cols = matrix.rows, matrix.cols
+            flops = newton_schulz_flops(rows, cols, steps, gram=resolve_method(method, rows, cols) == "gram")
+        if home == EVERY_RANK:
+            everywhere += flops
         else:
-            loads[item.home] += flops_of[shape]
+            loads[home] += flops
     return [load + everywhere for load in loads]
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
-from layerwise.layout.storage import BucketPlan, Placement
+from layerwise.layout.storage import BucketPlan
 from layerwise.layout.work import EVERY_RANK, Held, WorkPlan, equal_shards_holding, holder_runs
 from layerwise.routing.geometry import Box
-from layerwise.routing.matrices import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +131,15 @@ def sent_numel(work: WorkPlan, buckets: Mapping[int, BucketPlan]) -> list[tuple[
     for matrix, index, position, home, cohort in work.items:
         if index not in moving or home == EVERY_RANK:
             continue  # it stays where it is
-        bucket, back = buckets[index], totals[cohort][1]
-        at_home = held[cohort].add(matrix, bucket, bucket.placements[position], home)
-        totals[cohort][0][home] -= at_home
-        back[home] += matrix.rows * matrix.cols - at_home
+        bucket, numel = buckets[index], matrix.rows * matrix.cols
+        if len(matrix.grid) > 1 or bucket.borders:
+            at_home = held[cohort].add(holder_runs(matrix, bucket, bucket.placements[position]), home)
+        else:
+            start = bucket.placements[position].offset + matrix.box.starts[0]
+            at_home = held[cohort].add_stretch(bucket, start, start + numel, home)
+        there, back = totals[cohort]
+        there[home] -= at_home
+        back[home] += numel - at_home
     for (there, _), everything in zip(totals, held, strict=True):
         there[:] = map(add, there, everything.by_shard())
     return totals
@@ -148,23 +152,30 @@ class _Held:
 
     def __init__(self, world: int) -> None:
         self._steps = [0] * (world + 1)
-        self._start, self._stop, self._size = 0, 0, 1
+        self._start, self._stop, self._shard_numel = 0, 0, 1
         """The stretch that may still grow, in elements of its bucket, and that bucket's shards."""
         self._bucket = -1
 
-    def add(self, matrix: Matrix, bucket: BucketPlan, placement: Placement, home: int) -> int:
+    def add(self, runs: Iterable[Held], home: int) -> int:
         """Count a matrix; returns how much of it its home holds."""
-        if len(matrix.grid) > 1 or bucket.borders:
-            runs = holder_runs(matrix, bucket, placement)
-            self._note(runs)
-            return sum(numel for first, stop, numel in runs if first <= home < stop)
-        start = placement.offset + matrix.box.starts[0]
-        stop = start + matrix.rows * matrix.cols
+        at_home = 0
+        for first, stop, numel in runs:
+            self._steps[first] += numel
+            self._steps[stop] -= numel
+            if first <= home < stop:
+                at_home += numel
+        return at_home
+
+    def add_stretch(self, bucket: BucketPlan, start: int, stop: int, home: int) -> int:
+        """Count a matrix that is one stretch of a bucket of equal shards."""
         if start != self._stop or bucket.index != self._bucket:
             self._close()
-            self._start, self._size, self._bucket = start, bucket.numel // bucket.num_shards, bucket.index
+            self._start, self._shard_numel, self._bucket = start, bucket.numel // bucket.num_shards, bucket.index
         self._stop = stop
-        return max(0, min(stop, (home + 1) * self._size) - max(start, home * self._size))
+        low = home * self._shard_numel
+        high = low + self._shard_numel
+        at_home = (stop if stop < high else high) - (start if start > low else low)
+        return at_home if at_home > 0 else 0
 
     def by_shard(self) -> Iterator[int]:
         """Elements that each shard holds."""
@@ -173,10 +184,5 @@ class _Held:
 
     def _close(self) -> None:
         if self._start < self._stop:
-            self._note(equal_shards_holding(self._start, self._stop, self._size))
+            self.add(equal_shards_holding(self._start, self._stop, self._shard_numel), home=-1)
             self._start = self._stop
-
-    def _note(self, runs: Iterable[Held]) -> None:
-        for first, stop, numel in runs:
-            self._steps[first] += numel
-            self._steps[stop] -= numel

@@ -267,18 +267,18 @@ def plan_work(
     home_by_key, loads = _longest_first(by_shape, _given_loads(stacks, given, world))
     _nearest_of_equals(by_shape, home_by_key)
     cohorts = _cohorts(stacks, cohort_numel * world)
-    cohort_of = iter(cohorts)
-    items = tuple(
-        WorkItem(
-            matrix, stack.bucket.index, stack.placement, home_by_key[key] if home is None else home, next(cohort_of)
-        )
-        for stack, home in zip(stacks, given, strict=True)
-        for key, matrix in enumerate(stack.matrices, start=stack.first_key)
-    )
+    items: list[WorkItem] = []
+    for stack, home in zip(stacks, given, strict=True):
+        count = len(stack.matrices)
+        keys = range(stack.first_key, stack.first_key + count)
+        homes = [home_by_key[key] for key in keys] if home is None else [home] * count
+        where = [stack.bucket.index] * count, [stack.placement] * count
+        mine = cohorts[len(items) : len(items) + count]
+        items.extend(map(WorkItem._make, zip(stack.matrices, *where, homes, mine, strict=True)))
     return WorkPlan(
         domain=domain,
         world=world,
-        items=items,
+        items=tuple(items),
         num_cohorts=cohorts[-1] + 1 if cohorts else 0,
         loads=tuple(loads),
     )

@@ -64,9 +64,7 @@ class Setup:
         if self.reducer == "ordered_bf16" and self.grad_dtype is not torch.float32:
             return True
         if world == 1:
-            # Nobody waits for gradients that were rounded for a wire and then had none to travel on: they are dropped
-            # at once, and fewer slots are needed than planned.
-            return self.reducer == "ordered_bf16"
+            return False
         if self.reducer != "collective" and self.layout == "replicated":
             return True
         return self.shard_grads and self.reducer == "collective" and self.layout in ("compact", "replicated")
@@ -147,6 +145,16 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
         watch.see(*(t for t in (send, receive) if t.untyped_storage().data_ptr() not in leased))
         return all_to_all(self, op, send, receive, *splits)
 
+    # A wire as fast as backward: a bucket's reduction is over when the next bucket of its buffer has filled.
+    buffer_of = {f"of {bucket.plan.label}": bucket.plan.buffer for bucket in buckets}
+    newest: dict[int, str] = {}
+    check = Communicator._check
+
+    def noted(self: Any, name: str, *args: Any, **named: Any) -> None:
+        if name.startswith("reduce "):
+            newest[buffer_of[name[name.index("of ") :]]] = name
+        check(self, name, *args, **named)
+
     def seen_unpack(self: Any, received: Tensor) -> list[Tensor]:
         tensors = unpack(self, received)
         watch.see(*tensors)
@@ -162,8 +170,8 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
             (Communicator, "all_to_all", seen_all_to_all),
             (Cohort, "unpack", seen_unpack),
             (Update, "_direction", seen_direction),
-            # Backends may say so: then a slot is only free again once it was waited for.
-            (Handle, "is_ready", property(lambda self: False)),
+            (Handle, "is_ready", property(lambda handle: handle.label not in newest.values())),
+            (Communicator, "_check", noted),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))
         yield watch

@@ -136,7 +136,8 @@ def _reduction_staging(plan: Plan, buffer: BufferPlan) -> list[int]:
     if not _is_ordered(buffer):
         return [0] * world
     flights = [_flight(plan, bucket, world) for bucket in buffer.buckets]
-    # Handles are waited for at the end of backward, or when a leased slot is needed again.
+    # Handles are waited for at the end of backward, or once they are ready and a leased slot is needed: with a wire as
+    # fast as backward, when the next bucket has filled.
     most = GRAD_SLOTS if plan.leases_grads(buffer) else len(flights)
     together = [flights[start : start + most] for start in range(max(1, len(flights) - most + 1))]
     return [max(sum(flight[rank] for flight in flown) for flown in together) for rank in range(world)]
@@ -144,7 +145,7 @@ def _reduction_staging(plan: Plan, buffer: BufferPlan) -> list[int]:
 
 def _flight(plan: Plan, bucket: BucketPlan, world: int) -> list[int]:
     wire = reduce_op(bucket, plan.grad_dtype).dtype.itemsize
-    rounded = bucket.numel * wire if bucket.reducer == "ordered_bf16" else 0
+    rounded = bucket.numel * wire if bucket.reducer == "ordered_bf16" and world > 1 else 0
     return [rounded + world * bucket.shard_numel(bucket.shard_of(rank)) * wire for rank in range(world)]
 
 

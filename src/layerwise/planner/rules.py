@@ -13,9 +13,9 @@ from layerwise.layout.schedule import CommSchedule
 STATE_TENSORS: Mapping[str, int] = {"muon": 1, "normuon": 1, "adamuon": 1, "adamw": 2, "lion": 1}
 """fp32 numbers that each rule keeps for every element it owns: momentum, first and second moment."""
 
-_STATS_OF_STEP = 7
-"""Numbers of the statistics vector beside those of every param: two norms, a count of zeros, two words of the settings'
-hash and their squares."""
+_STATS_OF_STEP = 10
+"""Numbers of the statistics vector beside those of every param, for one pipeline stage: two norms, counts of zeros, of
+problems and of losses that were and were not scaled, two words of the settings' hash and their squares."""
 _STATS_OF_PARAM = 3
 """Whether its gradient came late, was missing or was not finite."""
 

@@ -50,7 +50,7 @@ def test_bytes_by_hand() -> None:
     plan = make_plan(table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), world=2, layout="flat")
     schedule = schedule_for(plan, RULES)
     traffic = traffic_of(plan, schedule, UNIT)
-    stats = (7 + 3 * 2) * 8
+    stats = (10 + 3 * 2) * 8
     assert traffic.nbytes_by_kind == {"reduce_scatter": 4096 * 4, "all_gather": 4096 * 2, "all_reduce": stats}
     assert traffic.ms_by_phase == pytest.approx({"reduce": 4096 * 4, "stats": stats, "publish": 4096 * 2})
     assert traffic.ms == pytest.approx(traffic.nbytes) == pytest.approx(4096 * 6 + stats)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 import tyro
 
@@ -80,6 +80,43 @@ class InspectCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCommand:
+    """Compare layouts before anything runs: memory, padding, bytes on the wire, balance and time on the worst rank.
+
+    Needs no torch for presets and the common Hugging Face families.
+    """
+
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
+    """A preset (llama3-8b, deepseek-v3 ...), a Hugging Face config.json or its folder, a config of the trainer, or
+    module:function that returns a module."""
+    world: Annotated[int, tyro.conf.arg(metavar="N")]
+    """Number of data-parallel ranks, those of expert parallelism included; none are started."""
+    ep: Annotated[int, tyro.conf.arg(metavar="E")] = 1
+    """Ranks over which routed experts are spread; N / E ranks hold copies of each."""
+    layout: Annotated[str, tyro.conf.arg(metavar="LAYOUT")] = "all"
+    """flat, padded, compact, replicated, padded:reference or auto; several with commas between them. all: the first
+    four side by side, and which of them auto takes."""
+    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Dtype of all params. None: the model's own, bf16 for presets."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients are accumulated and reduced."""
+    bucket_mib: Annotated[float | None, tyro.conf.arg(metavar="MIB")] = None
+    """Size of a communication bucket. None: the library's choice."""
+    rule: Literal["muon", "normuon", "adamuon"] = "muon"
+    """Rule of the matrices; everything else has AdamW."""
+    reducer: Literal["collective", "ordered", "ordered_bf16"] = "collective"
+    """How gradients are summed over ranks."""
+    shard_grads: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Release full gradients once they are reduced."""
+    tflops: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
+    """What a rank reaches in Newton-Schulz, in TFLOP/s. None: that of an H200, printed below the table."""
+    link_gb_s: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
+    """What a rank can send, in GB/s. None: a 400 Gb/s network card, printed below the table."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorCommand:
     """Report versions, devices and optional parts, and let two ranks train one step together."""
 
@@ -89,6 +126,7 @@ class DoctorCommand:
 
 Command = (
     Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[DoctorCommand, tyro.conf.subcommand("doctor")]
 )
@@ -116,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     overrides, rest = split_overrides(words)
     # No argument: show what there is to choose from.
-    command: TrainCommand | InspectCommand | DoctorCommand = tyro.cli(
+    command: TrainCommand | PlanCommand | InspectCommand | DoctorCommand = tyro.cli(
         Command, prog="layerwise", description=_DESCRIPTION, args=rest or ["--help"]
     )
     match command:
@@ -124,10 +162,13 @@ def _dispatch(words: list[str]) -> int:
             return _train(command, overrides, words)
         case InspectCommand():
             return _inspect(command, overrides)
+        case PlanCommand() | DoctorCommand() if overrides:
+            name = "plan" if isinstance(command, PlanCommand) else "doctor"
+            complain(f"{name} takes no settings, got {overrides[0].flag}.")
+            return BAD_INPUT
+        case PlanCommand():
+            return _plan(command)
         case DoctorCommand():
-            if overrides:
-                complain(f"doctor takes no settings, got {overrides[0].flag}.")
-                return BAD_INPUT
             return _doctor(command)
 
 
@@ -152,6 +193,29 @@ def _inspect(command: InspectCommand, overrides: Sequence[Override]) -> int:
         every_row=command.all,
     )
     return inspect.run(request)
+
+
+def _plan(command: PlanCommand) -> int:
+    from layerwise.cli import plan
+    from layerwise.dtypes import DType
+    from layerwise.layout.plan import DEFAULT_HARDWARE
+
+    given = {"ns_tflops": command.tflops, "link_gb_s": command.link_gb_s}
+    request = plan.PlanRequest(
+        model=command.model,
+        world=command.world,
+        expert_parallel=command.ep,
+        layout=command.layout,
+        param_dtype=DType(command.param_dtype) if command.param_dtype is not None else None,
+        grad_dtype=DType(command.grad_dtype),
+        bucket_mib=command.bucket_mib,
+        rule=command.rule,
+        reducer=command.reducer,
+        shard_grads=command.shard_grads,
+        hardware=replace(DEFAULT_HARDWARE, **{name: value for name, value in given.items() if value is not None}),
+        as_json=command.json,
+    )
+    return plan.run(request)
 
 
 def _shorthands(command: InspectCommand) -> list[Override]:

@@ -8,8 +8,9 @@ The quickest layout is taken; what is nearly as quick counts as equal, and then 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import NamedTuple
 
 from layerwise.dtypes import DType
@@ -136,12 +137,12 @@ def score(layout: Layout, draft: Draft, group: BufferGroup, grad_dtype: DType, h
         wire_dtypes={(work.domain, cohort): DType.BF16 for cohort in range(work.num_cohorts)},
     )
     reductions = [op for op in schedule.ops if op.phase == "reduce"]
-    after = most_sent([op for op in schedule.ops if op.phase != "reduce"], work.world)
+    after = max(sent_by_rank([op for op in schedule.ops if op.phase != "reduce"], work.world))
     exposed = exposed_nbytes([bucket for buffer in buffers for bucket in buffer.buckets], reductions, grad_dtype)
     loads = newton_schulz_loads(mine)
     return Score(
         layout=layout,
-        wire_nbytes=after + most_sent(reductions, work.world),
+        wire_nbytes=after + max(sent_by_rank(reductions, work.world)),
         exposed_nbytes=exposed,
         memory_nbytes=max(_memory(buffers, grad_dtype, work.world)),
         imbalance=max(loads) * work.world / max(1, sum(loads)),
@@ -155,15 +156,34 @@ def restricted(work: WorkPlan, buckets: Collection[int]) -> WorkPlan:
     return replace(work, items=tuple(item for item in work.items if item.bucket in buckets))
 
 
-def most_sent(ops: Sequence[CommOp], world: int) -> int:
-    """Bytes that the rank of a domain which sends most sends in these collectives."""
-    total, by_rank = 0, [0] * world
+def sent_by_rank(ops: Iterable[CommOp], world: int) -> list[int]:
+    """Bytes that each rank sends in these collectives. Ranks of a smaller domain are neighbours: of E groups of experts
+    over N ranks, rank r holds number r % E and is rank r // E of those that hold it."""
+    everywhere = 0
+    numels: dict[tuple[int, int], list[int]] = {}  # by the domain's size and bytes per element
+    nbytes: dict[int, list[int]] = {}
     for op in ops:
-        if len(op.sent) == world:
-            by_rank = [so_far + op.nbytes(rank) for rank, so_far in enumerate(by_rank)]
+        size = len(op.sent)
+        if not size:
+            everywhere += op.nbytes(0)
+        elif op.kind in ("all_to_all", "uneven_all_gather"):
+            # Thousands of ranks in hundreds of collectives: added up as elements, all ranks at once.
+            so_far = numels.get((size, op.dtype.itemsize))
+            numels[size, op.dtype.itemsize] = list(op.sent) if so_far is None else list(map(add, so_far, op.sent))
         else:
-            total += op.nbytes(0)
-    return total + max(by_rank)
+            nbytes[size] = list(map(add, nbytes.get(size, [0] * size), map(op.nbytes, range(size))))
+    for (size, itemsize), found in numels.items():
+        nbytes[size] = list(map(add, nbytes.get(size, [0] * size), (numel * itemsize for numel in found)))
+    totals = [everywhere] * world
+    for found in nbytes.values():
+        totals = list(map(add, totals, spread(found, world)))
+    return totals
+
+
+def spread(by_rank: Sequence[int], world: int) -> list[int]:
+    """What ranks of a domain have, for every rank of the dense one: neighbours hold different parts of the model."""
+    times = world // len(by_rank)
+    return list(by_rank) if times == 1 else [value for value in by_rank for _ in range(times)]
 
 
 def exposed_nbytes(buckets: Sequence[BucketPlan], reductions: Sequence[CommOp], grad_dtype: DType) -> int:
@@ -179,16 +199,16 @@ def exposed_nbytes(buckets: Sequence[BucketPlan], reductions: Sequence[CommOp], 
 
 def newton_schulz_loads(work: WorkPlan, steps: int = _STEPS, method: str = "auto") -> list[int]:
     """FLOPs of every rank's matrices."""
-    flops_of: dict[tuple[int, int], int] = {}
     everywhere, loads = 0, [0] * work.world
-    for item in work.items:
-        shape = item.matrix.rows, item.matrix.cols
-        if shape not in flops_of:
-            flops_of[shape] = newton_schulz_flops(*shape, steps, gram=resolve_method(method, *shape) == "gram")
-        if item.home == EVERY_RANK:
-            everywhere += flops_of[shape]
+    rows = cols = flops = 0
+    for matrix, _, _, home, _ in work.items:
+        if matrix.rows != rows or matrix.cols != cols:  # shapes come in long runs
+            rows, cols = matrix.rows, matrix.cols
+            flops = newton_schulz_flops(rows, cols, steps, gram=resolve_method(method, rows, cols) == "gram")
+        if home == EVERY_RANK:
+            everywhere += flops
         else:
-            loads[item.home] += flops_of[shape]
+            loads[home] += flops
     return [load + everywhere for load in loads]
 
 
@@ -203,7 +223,7 @@ def _memory(buffers: Sequence[BufferPlan], grad_dtype: DType, world: int) -> lis
         for bucket in buffer.buckets:
             each = master + widened + DType.FP32.itemsize
             if bucket.borders:
-                held = [so_far + numel * each for so_far, numel in zip(held, bucket.shard_numels(), strict=True)]
+                held = list(map(add, held, (numel * each for numel in bucket.shard_numels())))
             else:
                 everywhere += bucket.numel // bucket.num_shards * each
     return [so_far + everywhere for so_far in held]

@@ -6,11 +6,13 @@ round, so it cannot disagree with the way there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
 from layerwise.layout.storage import BucketPlan
-from layerwise.layout.work import EVERY_RANK, WorkPlan, holders
+from layerwise.layout.work import EVERY_RANK, Held, WorkPlan, equal_shards_holding, holder_runs
 from layerwise.routing.geometry import Box
 
 
@@ -122,13 +124,65 @@ def sent_numel(work: WorkPlan, buckets: Mapping[int, BucketPlan]) -> list[tuple[
     """Per cohort: elements each rank sends to homes, and elements each home sends back. For all ranks at once, without
     building their tables."""
     totals = [([0] * work.world, [0] * work.world) for _ in range(work.num_cohorts)]
-    for item in work.items:
-        bucket = buckets[item.bucket]
-        if item.home == EVERY_RANK or bucket.whole:
+    moving = {index for index, bucket in buckets.items() if not bucket.whole and bucket.num_shards > 1}
+    if not moving:
+        return totals
+    held = [_Held(work.world) for _ in totals]
+    for matrix, index, position, home, cohort in work.items:
+        if index not in moving or home == EVERY_RANK:
             continue  # it stays where it is
-        there, back = totals[item.cohort]
-        for owner, numel in holders(item.matrix, bucket, bucket.placements[item.placement]).items():
-            if owner != item.home:
-                there[owner] += numel
-                back[item.home] += numel
+        bucket, numel = buckets[index], matrix.rows * matrix.cols
+        if len(matrix.grid) > 1 or bucket.borders:
+            at_home = held[cohort].add(holder_runs(matrix, bucket, bucket.placements[position]), home)
+        else:
+            start = bucket.placements[position].offset + matrix.box.starts[0]
+            at_home = held[cohort].add_stretch(bucket, start, start + numel, home)
+        there, back = totals[cohort]
+        there[home] -= at_home
+        back[home] += numel - at_home
+    for (there, _), everything in zip(totals, held, strict=True):
+        there[:] = map(add, there, everything.by_shard())
     return totals
+
+
+class _Held:
+    """How many elements of a cohort's matrices each shard holds, at home or not. A matrix lies in many shards and there
+    are many matrices, so what every shard of a run holds is noted at the run's two ends and summed up afterwards, and
+    matrices that lie side by side count as one stretch."""
+
+    def __init__(self, world: int) -> None:
+        self._steps = [0] * (world + 1)
+        self._start, self._stop, self._shard_numel = 0, 0, 1
+        """The stretch that may still grow, in elements of its bucket, and that bucket's shards."""
+        self._bucket = -1
+
+    def add(self, runs: Iterable[Held], home: int) -> int:
+        """Count a matrix; returns how much of it its home holds."""
+        at_home = 0
+        for first, stop, numel in runs:
+            self._steps[first] += numel
+            self._steps[stop] -= numel
+            if first <= home < stop:
+                at_home += numel
+        return at_home
+
+    def add_stretch(self, bucket: BucketPlan, start: int, stop: int, home: int) -> int:
+        """Count a matrix that is one stretch of a bucket of equal shards."""
+        if start != self._stop or bucket.index != self._bucket:
+            self._close()
+            self._start, self._shard_numel, self._bucket = start, bucket.numel // bucket.num_shards, bucket.index
+        self._stop = stop
+        low = home * self._shard_numel
+        high = low + self._shard_numel
+        at_home = (stop if stop < high else high) - (start if start > low else low)
+        return at_home if at_home > 0 else 0
+
+    def by_shard(self) -> Iterator[int]:
+        """Elements that each shard holds."""
+        self._close()
+        return accumulate(self._steps)
+
+    def _close(self) -> None:
+        if self._start < self._stop:
+            self.add(equal_shards_holding(self._start, self._stop, self._shard_numel), home=-1)
+            self._start = self._stop

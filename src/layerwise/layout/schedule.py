@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
+from operator import sub
 from typing import Literal
 
 from layerwise.dtypes import DType
@@ -95,7 +97,7 @@ def reduce_op(bucket: BucketPlan, grad_dtype: DType) -> CommOp:
                 "reduce", bucket.reducer, bucket.label, grad_dtype, bucket.numel, bucket.world, domain=bucket.domain
             )
         case "ordered" | "ordered_bf16":
-            sent = tuple(bucket.numel - own for own in bucket.shard_numels())
+            sent = tuple(map(sub, repeat(bucket.numel), bucket.shard_numels()))
             wire = _STOCHASTIC_WIRE if bucket.reducer == "ordered_bf16" and bucket.world > 1 else grad_dtype
             return CommOp("reduce", "all_to_all", bucket.label, wire, sum(sent), bucket.world, sent, bucket.domain)
 
@@ -114,7 +116,7 @@ def publish_op(bucket: BucketPlan, dtype: DType) -> CommOp | None:
         case "uneven_all_gather":
             # In a ring every rank passes on all shards but the one its successor owns.
             numels = bucket.shard_numels()
-            sent = tuple(bucket.numel - numels[(rank + 1) % bucket.world] for rank in range(bucket.world))
+            sent = tuple(map(sub, repeat(bucket.numel), (*numels[1:], numels[0])))
             return CommOp(
                 "publish", "uneven_all_gather", bucket.label, dtype, bucket.numel, bucket.world, sent, bucket.domain
             )

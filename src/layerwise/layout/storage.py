@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import sub
 from typing import Literal, NamedTuple
 
 from layerwise.dtypes import DType
@@ -159,7 +160,7 @@ class BucketPlan:
         """Elements of every shard."""
         if not self.borders:
             return (self.numel // self.num_shards,) * self.num_shards
-        return tuple(self.borders[shard + 1] - self.borders[shard] for shard in range(self.num_shards))
+        return tuple(map(sub, self.borders[1:], self.borders))
 
     def spans(self, shard: int) -> tuple[Span, ...]:
         """The params' intervals inside one shard, in bucket order."""

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 from layerwise.layout.cost import newton_schulz_cost
 from layerwise.layout.storage import BucketPlan, BufferPlan, Placement
@@ -29,8 +31,7 @@ DEFAULT_COHORT_NUMEL = 32 * 1024 * 1024
 bandwidth."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkItem:
+class WorkItem(NamedTuple):
     """One matrix, where it lies and who orthogonalises it."""
 
     matrix: Matrix
@@ -59,103 +60,152 @@ class WorkPlan:
         return max(self.loads) * self.world / total if total else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A matrix before it has a home."""
+Shape: TypeAlias = tuple[int, int]
+"""Rows and columns of a matrix."""
 
-    matrix: Matrix
+
+class _Stack(NamedTuple):
+    """The matrices of one param and where they lie. Models have tens of thousands of matrices and hundreds of params:
+    what can be decided for all matrices of a param is decided once."""
+
+    matrices: tuple[Matrix, ...]
     bucket: BucketPlan
     placement: int
-    cost: int
+    first_key: int
+    """The place of its first matrix among all matrices by name: what ties are decided by, and quicker to compare than
+    names."""
+
+
+class _Candidate(NamedTuple):
+    """A matrix before it has a home."""
+
     key: int
-    """Its place among all candidates by name: what ties are decided by, and quicker to compare than names."""
+    matrix: Matrix
+    stack: _Stack
+
+
+Held: TypeAlias = tuple[int, int, int]
+"""(first, stop, numel): each of the shards [first, stop) holds so many elements of a matrix. Bare, because every matrix
+has a few of them and nothing is quicker to make."""
+
+
+def holder_runs(matrix: Matrix, bucket: BucketPlan, placement: Placement) -> list[Held]:
+    """How many elements of the matrix the shards of its bucket hold, in order."""
+    if len(matrix.grid) > 1 or bucket.borders:
+        shards = bucket.shards_holding(placement, matrix.flat_start, matrix.flat_stop)
+        found = ((shard, matrix.numel_within(*bucket.held(placement, shard))) for shard in shards)
+        return [(shard, shard + 1, numel) for shard, numel in found if numel]
+    start = placement.offset + matrix.box.starts[0]
+    return equal_shards_holding(start, start + matrix.rows * matrix.cols, bucket.numel // bucket.num_shards)
+
+
+def equal_shards_holding(start: int, stop: int, shard_numel: int) -> list[Held]:
+    """How many elements of the stretch [start, stop) of a bucket each of its shards holds, where those are equal."""
+    first, last = start // shard_numel, (stop - 1) // shard_numel
+    if first == last:
+        return [(first, last + 1, stop - start)]
+    head, tail = (first + 1) * shard_numel - start, stop - last * shard_numel
+    if last == first + 1:
+        return [(first, last, head), (last, last + 1, tail)]
+    # In between there is nothing else.
+    return [(first, first + 1, head), (first + 1, last, shard_numel), (last, last + 1, tail)]
 
 
 def holders(matrix: Matrix, bucket: BucketPlan, placement: Placement) -> dict[int, int]:
     """How many elements of the matrix each shard of its bucket holds."""
-    shards = bucket.shards_holding(placement, matrix.flat_start, matrix.flat_stop)
-    if len(matrix.grid) == 1 and len(shards) > 1 and not bucket.borders:
-        # Between its first and its last shard there is nothing but the matrix. Asked for every matrix of every plan.
-        size, start = bucket.numel // bucket.num_shards, placement.offset + matrix.flat_start
-        found = dict.fromkeys(shards, size)
-        found[shards.start] = (shards.start + 1) * size - start
-        found[shards.stop - 1] = start + matrix.numel - (shards.stop - 1) * size
-        return found
-    found = {}
-    for shard in shards:
-        numel = matrix.numel_within(*bucket.held(placement, shard))
-        if numel:
-            found[shard] = numel
-    return found
+    runs = holder_runs(matrix, bucket, placement)
+    return {shard: numel for first, stop, numel in runs for shard in range(first, stop)}
 
 
-def _longest_first(candidates: Sequence[_Candidate], before: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+def _longest_first(
+    by_shape: Mapping[Shape, Sequence[_Candidate]], before: Sequence[int]
+) -> tuple[dict[int, int], list[int]]:
     """Homes by LPT on top of the loads that ranks have before, and the load of every rank."""
     loads = [(load, rank) for rank, load in enumerate(before)]
     heapq.heapify(loads)
+    dearest = sorted(
+        (-cost, candidate.key)
+        for shape, equals in by_shape.items()
+        for cost in (newton_schulz_cost(*shape),)
+        for candidate in equals
+    )
     home_by_key = {}
-    for candidate in sorted(candidates, key=lambda c: (-c.cost, c.key)):
+    for negative_cost, key in dearest:
         load, rank = loads[0]
-        home_by_key[candidate.key] = rank
-        heapq.heapreplace(loads, (load + candidate.cost, rank))
+        home_by_key[key] = rank
+        heapq.heapreplace(loads, (load - negative_cost, rank))
     by_rank = [0] * len(before)
     for load, rank in loads:
         by_rank[rank] = load
     return home_by_key, by_rank
 
 
-def _nearest_of_equals(candidates: Sequence[_Candidate], home_by_key: dict[int, int]) -> None:
+def _nearest_of_equals(by_shape: Mapping[Shape, Sequence[_Candidate]], home_by_key: dict[int, int]) -> None:
     """Among matrices of one shape, swap homes so that most elements stay where they are. Greedy, largest saving
     first."""
-    by_shape: dict[tuple[int, int], list[_Candidate]] = defaultdict(list)
-    for candidate in candidates:
-        by_shape[candidate.matrix.rows, candidate.matrix.cols].append(candidate)
     for equals in by_shape.values():
-        free = Counter(home_by_key[candidate.key] for candidate in equals)
-        held = {c.key: holders(c.matrix, c.bucket, c.bucket.placements[c.placement]) for c in equals}
-        placed = _greedily(held, free)
+        held = {
+            key: holder_runs(matrix, stack.bucket, stack.bucket.placements[stack.placement])
+            for key, matrix, stack in sorted(equals, key=itemgetter(0))
+        }
+        free = Counter(home_by_key[key] for key in held)
+        placed, saved = _greedily(held, free)
         left = iter(sorted(free.elements()))
-        dealt = {key: placed[key] if key in placed else next(left) for key in sorted(held)}
-        # Greedy may do worse than the deal it started from; then that one stays.
-        saved = sum(held[key].get(rank, 0) - held[key].get(home_by_key[key], 0) for key, rank in dealt.items())
+        dealt = {key: placed[key] if key in placed else next(left) for key in held}
+        # Greedy may do worse than the deal it started from; then that one stays. (Who was not placed holds nothing of
+        # what is left for him.)
+        for key, runs in held.items():
+            home = home_by_key[key]
+            for first, stop, numel in runs:
+                if first <= home < stop:
+                    saved -= numel
         if saved >= 0:
             home_by_key.update(dealt)
 
 
-def _greedily(held: Mapping[int, Mapping[int, int]], free: Counter[int]) -> dict[int, int]:
-    """A home for those matrices that find room with one of their holders, the largest share first; takes it from
-    `free`."""
-    wishes: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for key in sorted(held):
-        for rank, numel in held[key].items():
-            if rank in free:
-                wishes[numel].append((key, rank))
+def _greedily(held: Mapping[int, Sequence[Held]], free: Counter[int]) -> tuple[dict[int, int], int]:
+    """A home for those matrices that find room with one of their holders, the largest share first, and how many
+    elements need not move because of it; takes them from `free`."""
+    wishes: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for key, runs in held.items():
+        for first, stop, numel in runs:
+            wishes[numel].append((key, first, stop))
     placed: dict[int, int] = {}
+    saved = 0
     for numel in sorted(wishes, reverse=True):
-        for key, rank in wishes[numel]:
-            if key not in placed and free[rank]:
-                placed[key] = rank
-                free[rank] -= 1
-    return placed
+        for key, first, stop in wishes[numel]:
+            if key in placed:
+                continue
+            for rank in range(first, stop):
+                if free.get(rank):
+                    placed[key] = rank
+                    free[rank] -= 1
+                    saved += numel
+                    break
+    return placed, saved
 
 
-def _given_homes(candidates: Sequence[_Candidate], world: int) -> tuple[dict[int, int], list[int]]:
-    """Homes that the storage plan decides, and what each rank has to do because of them."""
-    home_by_key: dict[int, int] = {}
+def _given_home(stack: _Stack) -> int | None:
+    """The home that the storage plan decides for all matrices of a param, if it does."""
+    if stack.bucket.num_shards == 1:
+        return EVERY_RANK
+    return _holder(stack.bucket, stack.bucket.placements[stack.placement]) if stack.bucket.whole else None
+
+
+def _given_loads(stacks: Iterable[_Stack], homes: Iterable[int | None], world: int) -> list[int]:
+    """What each rank has to do because of the storage plan."""
     loads = [0] * world
     everywhere = 0
-    holder_of: dict[tuple[int, int], int] = {}
-    for candidate in candidates:
-        if candidate.bucket.num_shards == 1:
-            home_by_key[candidate.key] = EVERY_RANK
-            everywhere += candidate.cost
-        elif candidate.bucket.whole:
-            place = candidate.bucket.index, candidate.placement
-            if place not in holder_of:
-                holder_of[place] = _holder(candidate.bucket, candidate.bucket.placements[candidate.placement])
-            home = home_by_key[candidate.key] = holder_of[place]
-            loads[home] += candidate.cost
-    return home_by_key, [load + everywhere for load in loads]
+    for stack, home in zip(stacks, homes, strict=True):
+        if home is None:
+            continue
+        shapes = Counter((matrix.rows, matrix.cols) for matrix in stack.matrices)
+        cost = sum(count * newton_schulz_cost(*shape) for shape, count in shapes.items())
+        if home == EVERY_RANK:
+            everywhere += cost
+        else:
+            loads[home] += cost
+    return [load + everywhere for load in loads]
 
 
 def _holder(bucket: BucketPlan, placement: Placement) -> int:
@@ -169,15 +219,27 @@ def _holder(bucket: BucketPlan, placement: Placement) -> int:
     return shards.start
 
 
-def _cohorts(candidates: Sequence[_Candidate], world: int, cohort_numel: int) -> list[int]:
+def _cohorts(stacks: Iterable[_Stack], limit: int) -> list[int]:
     """The cohort of each matrix: consecutive in backward order, closed when full."""
     cohorts, cohort, filled = [], 0, 0
-    for candidate in candidates:
-        if filled >= cohort_numel * world:
-            cohort, filled = cohort + 1, 0
-        cohorts.append(cohort)
-        filled += candidate.matrix.numel
+    for stack in stacks:
+        for matrix in stack.matrices:
+            if filled >= limit:
+                cohort, filled = cohort + 1, 0
+            cohorts.append(cohort)
+            filled += matrix.rows * matrix.cols
     return cohorts
+
+
+def _stacks(buckets: Sequence[BucketPlan], routes: Mapping[str, Route]) -> list[_Stack]:
+    """The params of these buckets, in backward order."""
+    names = sorted(placement.fqn for bucket in buckets for placement in bucket.placements)
+    first_key = dict(zip(names, accumulate((len(routes[fqn].matrices) for fqn in names), initial=0), strict=False))
+    return [
+        _Stack(routes[placement.fqn].matrices, bucket, position, first_key[placement.fqn])
+        for bucket in sorted(buckets, key=lambda bucket: bucket.index)
+        for position, placement in enumerate(bucket.placements)
+    ]
 
 
 def plan_work(
@@ -195,40 +257,28 @@ def plan_work(
         if buffer.key.domain == domain and buffer.key.family == "matrix"
         for bucket in buffer.buckets
     ]
-    names = sorted(placement.fqn for bucket in buckets for placement in bucket.placements)
-    first_key = dict(zip(names, accumulate((len(routes[fqn].matrices) for fqn in names), initial=0), strict=False))
-    candidates = [
-        _Candidate(
-            matrix,
-            bucket,
-            position,
-            newton_schulz_cost(matrix.rows, matrix.cols),
-            first_key[placement.fqn] + matrix.index,
-        )
-        for bucket in sorted(buckets, key=lambda bucket: bucket.index)
-        for position, placement in enumerate(bucket.placements)
-        for matrix in routes[placement.fqn].matrices
-    ]
-    home_by_key, before = _given_homes(candidates, world)
-    free = [candidate for candidate in candidates if candidate.key not in home_by_key]
-    homes, loads = _longest_first(free, before)
-    _nearest_of_equals(free, homes)
-    home_by_key.update(homes)
-    cohorts = _cohorts(candidates, world, cohort_numel)
-    items = tuple(
-        WorkItem(
-            matrix=candidate.matrix,
-            bucket=candidate.bucket.index,
-            placement=candidate.placement,
-            home=home_by_key[candidate.key],
-            cohort=cohort,
-        )
-        for candidate, cohort in zip(candidates, cohorts, strict=True)
-    )
+    stacks = _stacks(buckets, routes)
+    given = [_given_home(stack) for stack in stacks]
+    by_shape: dict[Shape, list[_Candidate]] = defaultdict(list)
+    for stack, home in zip(stacks, given, strict=True):
+        if home is None:
+            for key, matrix in enumerate(stack.matrices, start=stack.first_key):
+                by_shape[matrix.rows, matrix.cols].append(_Candidate(key, matrix, stack))
+    home_by_key, loads = _longest_first(by_shape, _given_loads(stacks, given, world))
+    _nearest_of_equals(by_shape, home_by_key)
+    cohorts = _cohorts(stacks, cohort_numel * world)
+    items: list[WorkItem] = []
+    for stack, home in zip(stacks, given, strict=True):
+        count = len(stack.matrices)
+        keys = range(stack.first_key, stack.first_key + count)
+        homes = [home_by_key[key] for key in keys] if home is None else [home] * count
+        where = [stack.bucket.index] * count, [stack.placement] * count
+        mine = cohorts[len(items) : len(items) + count]
+        items.extend(map(WorkItem._make, zip(stack.matrices, *where, homes, mine, strict=True)))
     return WorkPlan(
         domain=domain,
         world=world,
-        items=items,
+        items=tuple(items),
         num_cohorts=cohorts[-1] + 1 if cohorts else 0,
         loads=tuple(loads),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def ceil_to(value: int, multiple: int) -> int:
@@ -12,8 +12,7 @@ def ceil_to(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular part of a row-major grid: `starts[d] <= index[d] < stops[d]`."""
 
     starts: tuple[int, ...]
@@ -34,6 +33,12 @@ class Box:
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
             return None
         return Box(starts, stops)
+
+    def moved(self, steps: int) -> Box:
+        """The same box further along the first dim."""
+        if len(self.starts) == 1:
+            return Box((self.starts[0] + steps,), (self.stops[0] + steps,))
+        return Box((self.starts[0] + steps, *self.starts[1:]), (self.stops[0] + steps, *self.stops[1:]))
 
     def shifted_from(self, origin: tuple[int, ...]) -> Box:
         """The same box with `origin` as the new zero."""

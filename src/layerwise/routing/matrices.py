@@ -8,7 +8,7 @@ engine knows one case.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from layerwise.routing.geometry import Box, collapse, flat_index, interval_boxes
 from layerwise.routing.spec import ModuleKind, ParamSpec
@@ -107,20 +107,11 @@ def matrices_of(param: ParamSpec, split: Split | None = None) -> tuple[Matrix, .
     parts = list(islice(chosen.parts(), chosen.num_parts // entries))
     collapsed = [collapse(chosen.grid, part.box) for part in parts]
     is_transposed = chosen.transposed
-    found: list[Matrix] = []
-    for entry in range(entries):
-        for part, (grid, first) in zip(parts, collapsed, strict=True):
-            shift = entry * (grid[0] // entries)
-            box = Box((first.starts[0] + shift, *first.starts[1:]), (first.stops[0] + shift, *first.stops[1:]))
-            found.append(
-                Matrix(
-                    fqn=param.fqn,
-                    index=len(found),
-                    rows=part.rows,
-                    cols=part.cols,
-                    grid=grid,
-                    box=box,
-                    transposed=is_transposed,
-                )
-            )
-    return tuple(found)
+    firsts = [(part.rows, part.cols, grid, box) for part, (grid, box) in zip(parts, collapsed, strict=True)]
+    index = count()
+    # Without names of fields: a model has tens of thousands of matrices, and they are slow to pass.
+    return tuple(
+        Matrix(param.fqn, next(index), rows, cols, grid, box.moved(entry * (grid[0] // entries)), is_transposed)
+        for entry in range(entries)
+        for rows, cols, grid, box in firsts
+    )

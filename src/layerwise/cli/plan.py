@@ -1,0 +1,352 @@
+"""`layerwise plan --model MODEL --world N`: what every layout would cost each rank, side by side. Starts no ranks, and for
+presets and the Hugging Face families of `planner/hf_config.py` needs no torch.
+
+docs/planning.md says how to read the table, and which keys `--json` has.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
+from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
+from layerwise.cli.settings import load_settings
+from layerwise.config.rules import RULES_BY_KIND
+from layerwise.config.schema import TrainConfig, resolve_model
+from layerwise.dtypes import DType
+from layerwise.errors import ConfigError, Problem, did_you_mean
+from layerwise.layout.choice import Choice, Hardware
+from layerwise.layout.plan import DEFAULT_HARDWARE, resolve_layout
+from layerwise.layout.schedule import Phase
+from layerwise.layout.storage import BufferKey, Reducer
+from layerwise.planner.hf_config import UnknownFamilyError, hf_table
+from layerwise.planner.presets import PRESETS, preset
+from layerwise.planner.report import Column, Comparison, Setting, compare
+from layerwise.planner.rules import Rules
+from layerwise.planner.timing import KINDS, PHASES
+from layerwise.routing.spec import DENSE, ParamTable
+from layerwise.units import MIB, format_count, format_nbytes
+
+_MOST_RANKS = 1_000_000
+_ALL = "all"
+_SHOWN_MS = 0.005
+"""Phases that take less are not in the table: statistics are a few kilobytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What the user asked for."""
+
+    model: str
+    world: int
+    expert_parallel: int = 1
+    layout: str = _ALL
+    param_dtype: DType | None = None
+    """None: what the model says, bf16 for presets."""
+    grad_dtype: DType = DType.FP32
+    bucket_mib: float | None = None
+    rule: str = "muon"
+    reducer: Reducer = "collective"
+    shard_grads: bool = False
+    hardware: Hardware = DEFAULT_HARDWARE
+    as_json: bool = False
+
+
+def run(request: PlanRequest) -> int:
+    """Print the comparison and return the exit code."""
+    try:
+        with _without_collector():
+            layouts = _checked_layouts(request)
+            table = _table_for(request)
+            comparison = _compared(table, request, layouts)
+    except ConfigError as error:
+        complain(str(error))
+        return BAD_INPUT
+    except MissingPackage as error:
+        complain(str(error))
+        return ENVIRONMENT
+    except ImportError as error:
+        complain(f"plan needs a package that cannot be imported: {error}. Run: pip install layerwise")
+        return ENVIRONMENT
+    if request.as_json:
+        print(json.dumps(as_json(request, comparison)))
+    else:
+        _print(request, comparison)
+    return OK
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A plan is a great many small values that all stay: looking through them for garbage takes a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# -- what was asked --------------------------------------------------------------------------------
+
+
+def _checked_layouts(request: PlanRequest) -> list[str] | None:
+    """The layouts to compare, None for the usual ones; one `ConfigError` has everything that is wrong with the flags."""
+    problems = []
+    if not 1 <= request.world <= _MOST_RANKS:
+        problems.append(Problem("--world", f"expected a number of ranks from 1 to {_MOST_RANKS}, got {request.world}."))
+    elif request.expert_parallel < 1 or request.world % request.expert_parallel:
+        what = f"expected a number that divides the {request.world} ranks of --world, got {request.expert_parallel}."
+        problems.append(Problem("--ep", what))
+    positive = {
+        "--bucket-mib": request.bucket_mib,
+        "--tflops": request.hardware.ns_tflops,
+        "--link-gb-s": request.hardware.link_gb_s,
+    }
+    for flag, value in positive.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            problems.append(Problem(flag, f"expected a positive number, got {value:g}."))
+    layouts = [word.strip() for word in request.layout.split(",")]
+    for layout in layouts if request.layout != _ALL else ():
+        try:
+            resolve_layout(layout)
+        except ValueError as error:
+            problems.append(Problem("--layout", str(error)))
+    if problems:
+        raise ConfigError(problems)
+    return None if request.layout == _ALL else list(dict.fromkeys(layouts))
+
+
+def _table_for(request: PlanRequest) -> ParamTable:
+    """The params of the model that was named, as one rank holds them."""
+    word, experts = request.model, request.expert_parallel
+    if word in PRESETS:
+        return _blamed_on(word, lambda: preset(word, expert_parallel=experts, dtype=request.param_dtype or DType.BF16))
+    source = find_model(word)
+    if source.kind is ModelKind.HF_TYPE:
+        what = f"is no preset.{did_you_mean(word, PRESETS)} Or give a config.json, its folder, or module:function."
+        raise ConfigError([Problem(f"--model {word}", what)])
+    if source.kind is ModelKind.HF_CONFIG:
+        try:
+            return _blamed_on(word, lambda: _hf_table(source, request))
+        except UnknownFamilyError:
+            pass  # transformers may know it
+    return _live_table(source, request)
+
+
+def _hf_table(source: ModelSource, request: PlanRequest) -> ParamTable:
+    document = json.loads(Path(source.path).read_text(encoding="utf-8"))
+    return hf_table(document, source.word, expert_parallel=request.expert_parallel, dtype=request.param_dtype)
+
+
+def _blamed_on(word: str, make: Callable[[], ParamTable]) -> ParamTable:
+    try:
+        return make()
+    except UnknownFamilyError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError([Problem(f"--model {word}", str(error))]) from error
+
+
+def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
+    """The params of a module that is built on the meta device: the trainer's as one rank of `--ep` has it, a user's as it
+    is."""
+    if source.kind is ModelKind.TRAINER:
+        config = load_settings(source.path or source.word, ()).config
+        table = _blamed_on(source.word, lambda: _trainer_table(config, request.expert_parallel))
+    else:
+        module = build_model(source, TrainConfig())
+        from layerwise.buffers.bind import param_table  # imports torch, which is there by now
+
+        table = _blamed_on(source.word, lambda: param_table(module))
+    if request.expert_parallel > 1 and all(param.domain == DENSE for param in table):
+        what = (
+            f"--ep {request.expert_parallel} needs experts with a domain of their own: none of its modules names any in "
+            "param_domains(). Leave --ep out."
+        )
+        raise ConfigError([Problem(f"--model {source.word}", what)])
+    if request.param_dtype is None:
+        return table
+    return ParamTable(tuple(replace(param, dtype=request.param_dtype) for param in table))
+
+
+def _trainer_table(config: TrainConfig, expert_parallel: int) -> ParamTable:
+    from layerwise.buffers.bind import param_table, torch_dtype
+    from layerwise.cli.meta import shapes_only
+    from layerwise.comm.dispatch import ExpertRanks
+    from layerwise.train.model import GPT
+
+    if config.parallel.pp > 1:
+        note(f"note: parallel.pp = {config.parallel.pp} is left aside: the plan is for the whole model as one stage.")
+    with shapes_only():
+        module = GPT(resolve_model(config.model), experts=ExpertRanks(group=None, rank=0, world=expert_parallel))
+    return param_table(module.to(torch_dtype(DType(config.train.precision))))
+
+
+def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | None) -> Comparison:
+    setting = Setting(
+        world=request.world,
+        worlds={param.domain: request.world // request.expert_parallel for param in table if param.domain != DENSE},
+        grad_dtype=request.grad_dtype,
+        bucket_numel=bucket_numel(request),
+        reducer=request.reducer,
+        shard_grads=request.shard_grads,
+        rules=Rules(matrix=RULES_BY_KIND[request.rule](lr=0.0)),
+        hardware=request.hardware,
+    )
+    if not any(param.trainable for param in table):
+        raise ConfigError(
+            [Problem(f"--model {request.model}", "has no trainable param: there is nothing to optimise.")]
+        )
+    try:
+        comparison = compare(table, setting, layouts)
+    except (ValueError, TypeError) as error:  # a combination that is refused, or a fused weight that nobody explains
+        raise ConfigError([Problem("plan", str(error))]) from error
+    if comparison.doubt is not None:
+        note(f"warning: {comparison.doubt}")
+    return comparison
+
+
+def bucket_numel(request: PlanRequest) -> int | None:
+    """Elements of a bucket, as `DataParallel` reads `bucket_mib`."""
+    if request.bucket_mib is None:
+        return None
+    return max(1, int(request.bucket_mib * MIB) // request.grad_dtype.itemsize)
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
+    """The object that `--json` prints; docs/planning.md lists its keys."""
+    setting, table = comparison.setting, comparison.table
+    return {
+        "model": request.model,
+        "world": setting.world,
+        "domains": {param.domain: setting.worlds.get(param.domain, setting.world) for param in table},
+        "params": len(table),
+        "elements": sum(param.numel for param in table),
+        "matrices": comparison.matrices,
+        "settings": {
+            "param_dtypes": sorted({str(param.dtype) for param in table}),
+            "grad_dtype": str(setting.grad_dtype),
+            "rule": setting.rules.matrix.kind,
+            "other_rule": setting.rules.other.kind,
+            "reducer": setting.reducer,
+            "shard_grads": setting.shard_grads,
+            "bucket_mib": request.bucket_mib,
+        },
+        "hardware": {"tflops": setting.hardware.ns_tflops, "link_gb_s": setting.hardware.link_gb_s},
+        "layouts": [column.to_json() for column in comparison.columns],
+        "reasons": [
+            {"buffer": _label(choice), "layout": choice.layout, "reason": choice.reason}
+            for choice in comparison.choices
+        ],
+        "left_out": dict(comparison.left_out),
+        "hint": comparison.hint,
+    }
+
+
+def _label(choice: Choice) -> str:
+    """The buffer that was chosen for, as plans call it."""
+    return BufferKey(*choice.buffer, layout=choice.layout).label.removesuffix(f"/{choice.layout}")
+
+
+def _print(request: PlanRequest, comparison: Comparison) -> None:
+    from layerwise.cli.console import print_table
+
+    columns = comparison.columns
+    names = [f"{column.layout} *" if column.is_chosen and len(columns) > 1 else column.layout for column in columns]
+    print_table(_title(request, comparison), ("on the worst rank", *names), _rows(columns), right=names)
+    print()
+    for line in _notes(comparison):
+        print(line)
+
+
+def _title(request: PlanRequest, comparison: Comparison) -> str:
+    setting, table = comparison.setting, comparison.table
+    elements = sum(param.numel for param in table)
+    domains = "".join(f", each {domain} param on {size} of them" for domain, size in sorted(setting.worlds.items()))
+    dtypes = " and ".join(sorted({str(param.dtype) for param in table}))
+    extras = [
+        f"{setting.reducer} sums" if setting.reducer != "collective" else "",
+        "gradients released once reduced" if setting.shard_grads else "",
+        f"buckets of {request.bucket_mib:g} MiB" if request.bucket_mib is not None else "",
+    ]
+    return (
+        f"{request.model}: {len(table)} params, {format_count(elements)} elements, {comparison.matrices} matrices on "
+        f"{setting.world} rank{'s' if setting.world != 1 else ''}{domains}\n"
+        f"{dtypes} params, {setting.grad_dtype} gradients, {setting.rules.matrix.kind} and {setting.rules.other.kind}"
+        + "".join(f", {extra}" for extra in extras if extra)
+    )
+
+
+def _rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
+    """The table: a total, then its parts."""
+
+    def row(name: str, cell: Callable[[Column], str]) -> tuple[str, ...]:
+        return name, *(cell(column) for column in columns)
+
+    def nbytes_of(kind: str) -> Callable[[Column], str]:
+        return lambda column: _cell(column.traffic.nbytes_by_kind.get(kind), format_nbytes)
+
+    def ms_of(phase: Phase) -> Callable[[Column], str]:
+        return lambda column: _cell(column.traffic.ms_by_phase.get(phase), format_ms)
+
+    kinds = [kind for kind in KINDS if any(kind in column.traffic.nbytes_by_kind for column in columns)]
+    phases = [
+        phase for phase in PHASES if any(column.traffic.ms_by_phase.get(phase, 0.0) >= _SHOWN_MS for column in columns)
+    ]
+    return [
+        row("memory", lambda column: format_nbytes(column.memory.total)),
+        row("  params", lambda column: format_nbytes(column.memory.params)),
+        row("  grads", lambda column: format_nbytes(column.memory.grads)),
+        row("  masters", lambda column: format_nbytes(column.memory.masters)),
+        row("  state", lambda column: format_nbytes(column.memory.state)),
+        row("  slots", lambda column: format_nbytes(column.memory.slots)),
+        row("padding", lambda column: f"{column.padding_percent:.2f} %"),
+        row("buckets", lambda column: str(column.buckets)),
+        row("sent in a step", lambda column: format_nbytes(column.traffic.nbytes)),
+        *(row(f"  {kind}", nbytes_of(kind)) for kind in kinds),
+        row("wire", lambda column: format_ms(column.traffic.ms)),
+        *(row(f"  {phase}", ms_of(phase)) for phase in phases),
+        row("  waited for", lambda column: format_ms(column.traffic.waited_ms)),
+        row("newton-schulz", lambda column: format_ms(column.work.ms)),
+        row("  imbalance", lambda column: f"{column.work.imbalance:.2f}"),
+        row("  idle ranks", lambda column: str(column.work.idle_ranks)),
+    ]
+
+
+def _cell(value: float | None, show: Callable[[float], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def format_ms(ms: float) -> str:
+    """`0.4` -> `0.40 ms`, `12345.6` -> `12.3 s`."""
+    if ms >= 9999.5:
+        return f"{ms / 1000:.1f} s"
+    return f"{ms:.0f} ms" if ms >= 99.5 else f"{ms:.1f} ms" if ms >= 9.95 else f"{ms:.2f} ms"
+
+
+def _notes(comparison: Comparison) -> Iterator[str]:
+    """What the figures mean and what follows from them, a line each."""
+    scored = [choice for choice in comparison.choices if choice.scores]
+    for choice in scored:
+        yield f"* auto takes {choice.layout} for {_label(choice)}, {choice.reason}"
+    if comparison.choices and not scored:
+        yield "* auto takes flat: there is nothing to choose, no matrix is held by more than one rank"
+    for layout, why in comparison.left_out.items():
+        yield f"without {layout}: {why}"
+    hardware = comparison.setting.hardware
+    yield (
+        f"assumed: {hardware.ns_tflops:g} TFLOP/s in Newton-Schulz (--tflops), {hardware.link_gb_s:g} GB/s from each rank "
+        "(--link-gb-s), no latency, and a backward that makes gradients as fast as the wire reduces them"
+    )
+    if comparison.hint is not None:
+        yield f"hint: {comparison.hint}"

@@ -1,0 +1,226 @@
+"""Bytes that every rank will hold, by what they are for: the figures that `buffers.storage`, the optimizer and the
+exchanger come to once they run, without running them.
+
+What is not counted is what the model and its kernels need for themselves: activations, the workspace of Newton-Schulz,
+and what a communication library allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import add
+from typing import NamedTuple
+
+from layerwise.dtypes import DType
+from layerwise.layout.choice import spread
+from layerwise.layout.plan import Plan
+from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
+from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan
+from layerwise.layout.work import EVERY_RANK, WorkPlan
+from layerwise.planner.rules import STATE_TENSORS, Rules, home_state_numel, wire_dtypes
+
+_FP32 = DType.FP32.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one rank."""
+
+    params: int
+    """Replicas, padding included, and frozen params."""
+    grads: int
+    """Full gradients (or the slots they are leased from), shards apart from them, and the fp32 copies that updates are
+    computed in where gradients are narrower."""
+    masters: int
+    """Nothing where params are fp32: their own shard is the master."""
+    state: int
+    """Momenta and second moments."""
+    slots: int
+    """Staging at the worst moment of a step, of the reduction or of the exchange; free again when the step is over."""
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.masters + self.state + self.slots
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "params": self.params,
+            "grads": self.grads,
+            "masters": self.masters,
+            "state": self.state,
+            "slots": self.slots,
+            "total": self.total,
+        }
+
+
+def memory_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> list[Memory]:
+    """What each rank of the dense domain holds, at its most, in a step of an optimizer with these rules.
+
+    Ranks of a smaller domain are taken to be arranged as `layout.choice.sent_by_rank` says.
+    """
+    frozen = sum(param.nbytes for param in plan.table if plan.routes[param.fqn].family == "frozen")
+    params, leased = frozen, 0
+    masters, grads, state, reducing = ([0] * plan.world for _ in range(4))
+    for buffer in plan.buffers:
+        world = plan.world_by_domain[buffer.key.domain]
+        held = spread(_shard_numels(buffer.buckets, world), plan.world)
+        each = _bytes_per_held_element(plan, buffer)
+        params += buffer.numel * buffer.key.dtype.itemsize
+        leased += _full_grads(plan, buffer)
+        masters = _plus(masters, held, 0 if buffer.key.dtype is DType.FP32 else _FP32)
+        grads = _plus(grads, held, each)
+        state = _plus(state, held, _FP32 * STATE_TENSORS[rules.of(buffer.key.family).kind])
+        reducing = _plus(reducing, spread(_reduction_staging(plan, buffer), plan.world))
+    exchanging = [0] * plan.world
+    if rules.matrix.is_matrix_rule:
+        dtypes = wire_dtypes(plan, rules)
+        for work in plan.works:
+            homes = _home_numels(work, rules.matrix.kind)
+            state = _plus(state, spread(homes.state, plan.world), _FP32)
+            peaks = _exchange_peaks(work, homes.by_cohort, schedule, dtypes)
+            # One domain after the other.
+            exchanging = list(map(max, exchanging, spread(peaks, plan.world)))
+    return [
+        Memory(params=params, grads=leased + grad, masters=master, state=kept, slots=max(reduced, exchanged))
+        for grad, master, kept, reduced, exchanged in zip(grads, masters, state, reducing, exchanging, strict=True)
+    ]
+
+
+def _plus(totals: Sequence[int], more: Sequence[int], times: int = 1) -> list[int]:
+    return list(map(add, totals, (value * times for value in more))) if times else list(totals)
+
+
+# -- what stays --------------------------------------------------------------------------------------
+
+
+def _shard_numels(buckets: Iterable[BucketPlan], world: int) -> list[int]:
+    """Elements of these buckets that each rank of their domain holds a shard of."""
+    everywhere, uneven = 0, [0] * world
+    for bucket in buckets:
+        if bucket.borders:
+            uneven = list(map(add, uneven, bucket.shard_numels()))
+        else:
+            everywhere += bucket.numel // bucket.num_shards
+    return [numel + everywhere for numel in uneven]
+
+
+def _is_ordered(buffer: BufferPlan) -> bool:
+    return buffer.buckets[0].reducer.startswith("ordered")
+
+
+def _full_grads(plan: Plan, buffer: BufferPlan) -> int:
+    """Memory in which backward accumulates."""
+    if plan.leases_grads(buffer):
+        slots = min(GRAD_SLOTS, len(buffer.buckets))
+        return slots * max(bucket.numel for bucket in buffer.buckets) * plan.grad_dtype.itemsize
+    return buffer.numel * plan.grad_dtype.itemsize
+
+
+def _bytes_per_held_element(plan: Plan, buffer: BufferPlan) -> int:
+    """Bytes of a shard of the reduced gradient and of its fp32 copy, where they do not lie in the full gradient."""
+    # An ordered sum is taken in fp32 and stays that.
+    shard = DType.FP32 if _is_ordered(buffer) else plan.grad_dtype
+    apart = plan.leases_grads(buffer) or shard is not plan.grad_dtype
+    return (shard.itemsize if apart else 0) + (0 if shard is DType.FP32 else _FP32)
+
+
+# -- what comes and goes -----------------------------------------------------------------------------
+
+
+def _reduction_staging(plan: Plan, buffer: BufferPlan) -> list[int]:
+    """Bytes in flight per rank when most is. A collective reduces in place; an ordered one receives every rank's part of
+    the shard before it adds them up, and holds what it sent where that was rounded first."""
+    world = plan.world_by_domain[buffer.key.domain]
+    if not _is_ordered(buffer):
+        return [0] * world
+    flights = [_flight(plan, bucket, world) for bucket in buffer.buckets]
+    # Handles are waited for at the end of backward, or once they are ready and a leased slot is needed: with a wire as
+    # fast as backward, when the next bucket has filled.
+    most = GRAD_SLOTS if plan.leases_grads(buffer) else len(flights)
+    together = [flights[start : start + most] for start in range(max(1, len(flights) - most + 1))]
+    return [max(sum(flight[rank] for flight in flown) for flown in together) for rank in range(world)]
+
+
+def _flight(plan: Plan, bucket: BucketPlan, world: int) -> list[int]:
+    wire = reduce_op(bucket, plan.grad_dtype).dtype.itemsize
+    rounded = bucket.numel * wire if bucket.reducer == "ordered_bf16" and world > 1 else 0
+    return [rounded + world * bucket.shard_numel(bucket.shard_of(rank)) * wire for rank in range(world)]
+
+
+class _Homes(NamedTuple):
+    """What the matrices mean for the ranks that are home to them."""
+
+    by_cohort: list[list[int]]
+    """Elements of each cohort's matrices, per rank."""
+    state: list[int]
+    """Numbers of state that lives with them, per rank."""
+
+
+def _home_numels(work: WorkPlan, kind: str) -> _Homes:
+    by_cohort = [[0] * work.world for _ in range(work.num_cohorts)]
+    state = [0] * work.world
+    everywhere = [0] * work.num_cohorts
+    state_everywhere = 0
+    has_state = bool(home_state_numel(kind, 1, 1))
+    for matrix, _, _, home, cohort in work.items:
+        kept = home_state_numel(kind, *matrix.logical_shape) if has_state else 0
+        if home == EVERY_RANK:
+            everywhere[cohort] += matrix.rows * matrix.cols
+            state_everywhere += kept
+        else:
+            by_cohort[cohort][home] += matrix.rows * matrix.cols
+            state[home] += kept
+    return _Homes(
+        by_cohort=[
+            [numel + more for numel in numels] if more else numels
+            for numels, more in zip(by_cohort, everywhere, strict=True)
+        ],
+        state=[numel + state_everywhere for numel in state],
+    )
+
+
+def _exchange_peaks(
+    work: WorkPlan, homes: Sequence[Sequence[int]], schedule: CommSchedule, dtypes: Mapping[tuple[str, int], DType]
+) -> list[int]:
+    """Most bytes of staging that each rank of a domain has at once while its cohorts go round."""
+    columns: list[Iterable[int]] = []
+    for cohort, batches in enumerate(homes):
+        itemsize = dtypes[work.domain, cohort].itemsize
+        for phase in _WAYS:
+            op = schedule.find(phase, f"{work.domain} cohort {cohort}")
+            columns.append(repeat(0, work.world) if op is None else [numel * itemsize for numel in op.sent])
+        columns.append([numel * itemsize for numel in batches])
+    known: dict[tuple[int, ...], int] = {}
+    peaks = []
+    for passages in zip(*columns, strict=True):
+        if passages not in known:
+            known[passages] = _peak(passages)
+        peaks.append(known[passages])
+    return peaks
+
+
+_WAYS: tuple[Phase, Phase] = ("exchange", "return")
+
+
+def _peak(passages: Sequence[int]) -> int:
+    """The worst moment of one rank, from (bytes sent away, bytes received as a home, bytes of its batches) for every
+    cohort in turn.
+
+    The pipeline of `optim.update`: cohort k + 1 sets out, then k arrives, is unpacked, orthogonalised and sent back, then
+    k - 1 is taken home. A passage holds what it sends and what it receives, either way, until it was waited for;
+    batches and what became of them are dropped when those of the next cohort are there.
+    """
+    away, here, batches = ([0, *passages[part::3], 0] for part in range(3))
+    passage = list(map(add, away, here))
+    worst = 0
+    for now in range(1, len(batches) - 1):
+        before, after = now - 1, now + 1
+        flying = passage[before] + passage[after]
+        setting_out = 2 * batches[before] + passage[now]
+        unpacking = 2 * batches[before] + here[now] + batches[now]
+        orthogonalised = batches[before] + 2 * batches[now]
+        sending_back = 2 * batches[now] + passage[now]
+        worst = max(worst, flying + max(setting_out, unpacking, orthogonalised, sending_back))
+    return worst

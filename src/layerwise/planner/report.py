@@ -1,0 +1,187 @@
+"""Layouts of one model side by side: every figure of each, and which one `auto` takes.
+
+Nothing is decided here. `layout/plan.py` makes the plans, `layout/choice.py` chooses, and `column_of` reads a plan, be it
+one of several made for a table or that of a model that trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from layerwise.dtypes import DType
+from layerwise.layout.choice import Choice, Hardware
+from layerwise.layout.plan import DEFAULT_HARDWARE, Plan, compare_plans
+from layerwise.layout.storage import Reducer
+from layerwise.planner.memory import Memory, memory_by_rank
+from layerwise.planner.rules import Rules, schedule_for
+from layerwise.planner.timing import Traffic, Work, traffic_of, work_of
+from layerwise.routing.rules import suspicion
+from layerwise.routing.spec import DENSE, ParamSpec, ParamTable, table_of
+
+SIDE_BY_SIDE = ("flat", "padded", "compact", "replicated")
+"""What is compared unless somebody asks for something else."""
+
+_DEFAULT_RULES = Rules()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One layout of a model, in figures of the rank for which it is worst."""
+
+    layout: str
+    """What was asked for; where that was `auto`, what it came to."""
+    is_chosen: bool
+    """`auto` takes it."""
+    memory: Memory
+    """Of the rank that holds most."""
+    padding_percent: float
+    """Padding over elements of params."""
+    buckets: int
+    work: Work
+    traffic: Traffic
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "layout": self.layout,
+            "chosen": self.is_chosen,
+            "memory_bytes": self.memory.to_json(),
+            "padding_percent": self.padding_percent,
+            "buckets": self.buckets,
+            "newton_schulz": self.work.to_json(),
+            "sent": self.traffic.to_json(),
+        }
+
+
+def column_of(
+    plan: Plan, *, rules: Rules = _DEFAULT_RULES, hardware: Hardware = DEFAULT_HARDWARE, is_chosen: bool = False
+) -> Column:
+    """The figures of a plan: a planned one, or `model.plan`.
+
+    >>> from layerwise.layout.plan import make_plan
+    >>> from layerwise.planner.presets import preset
+    >>> column = column_of(make_plan(preset("gpt2"), world=8, layout="replicated"))
+    >>> column.traffic.nbytes_by_kind["all_reduce"] > column.memory.grads
+    True
+    """
+    schedule = schedule_for(plan, rules)
+    return Column(
+        layout=plan.layout_label,
+        is_chosen=is_chosen,
+        memory=max(memory_by_rank(plan, schedule, rules), key=lambda memory: memory.total),
+        padding_percent=100 * plan.padding_ratio,
+        buckets=len(plan.buckets),
+        work=work_of(plan, rules, hardware),
+        traffic=traffic_of(plan, schedule, hardware),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all layouts of a comparison have in common."""
+
+    world: int
+    worlds: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of domains that are smaller than the dense one."""
+    grad_dtype: DType = DType.FP32
+    bucket_numel: int | None = None
+    reducer: Reducer = "collective"
+    shard_grads: bool = False
+    rules: Rules = _DEFAULT_RULES
+    hardware: Hardware = DEFAULT_HARDWARE
+
+    def plans(self, table: ParamTable, layouts: Sequence[str]) -> dict[str, Plan]:
+        """The plans of these layouts."""
+        return compare_plans(
+            table,
+            layouts,
+            world=self.world,
+            worlds=self.worlds,
+            grad_dtype=self.grad_dtype,
+            bucket_numel=self.bucket_numel,
+            reducer=self.reducer,
+            shard_grads=self.shard_grads,
+            hardware=self.hardware,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Layouts of one model side by side."""
+
+    table: ParamTable
+    setting: Setting
+    columns: tuple[Column, ...]
+    choices: tuple[Choice, ...]
+    """Why `auto` takes what it takes, buffer by buffer; empty where it was not asked."""
+    left_out: Mapping[str, str]
+    """Layouts that cannot be combined with the setting, and why."""
+    matrices: int
+    doubt: str | None
+    """What is odd about the routes, as a sentence."""
+    hint: str | None
+    """What would help a layout that the model does not fit, as a sentence."""
+
+
+def compare(table: ParamTable, setting: Setting, layouts: Sequence[str] | None = None) -> Comparison:
+    """A column for each layout, `None` for the usual ones that the setting allows.
+
+    Of several, the one that `auto` takes is marked; where that is a mixture, or none of them, it gets a column of its own.
+    """
+    left_out: dict[str, str] = {}
+    if layouts is None:
+        refusals = {layout: _refusal(table, setting, layout) for layout in SIDE_BY_SIDE}
+        left_out = {layout: why for layout, why in refusals.items() if why is not None}
+        layouts = [layout for layout in SIDE_BY_SIDE if layout not in left_out]
+        if not layouts:
+            raise ValueError(f"no layout can be combined with these settings. {next(iter(left_out.values()))}")
+    asks_auto = len(layouts) > 1 or "auto" in layouts
+    plans = setting.plans(table, [*layouts, *(["auto"] if asks_auto and "auto" not in layouts else [])])
+    auto = plans.pop("auto", None)
+    columns = [_column(plan, setting, auto) for plan in plans.values()]
+    if auto is not None and not any(column.is_chosen for column in columns):
+        columns.append(_column(auto, setting, auto))
+    first = next(iter({**plans, **({"auto": auto} if auto is not None else {})}.values()))
+    return Comparison(
+        table=table,
+        setting=setting,
+        columns=tuple(columns),
+        choices=auto.choices if auto is not None else (),
+        left_out=left_out,
+        matrices=sum(len(work.items) for work in first.works),
+        doubt=suspicion(first.routes, table),
+        hint=_expert_hint(first, [column.layout for column in columns]),
+    )
+
+
+def _column(plan: Plan, setting: Setting, auto: Plan | None) -> Column:
+    is_chosen = auto is not None and plan.buffers == auto.buffers
+    return column_of(plan, rules=setting.rules, hardware=setting.hardware, is_chosen=is_chosen)
+
+
+def _refusal(table: ParamTable, setting: Setting, layout: str) -> str | None:
+    """Why a layout cannot be combined with a setting. That does not depend on the model, so the smallest one will do."""
+    smallest = table_of([("weight", (2, 2))], dtype=next((param.dtype for param in table), DType.BF16))
+    try:
+        setting.plans(smallest, [layout])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _expert_hint(plan: Plan, layouts: Sequence[str]) -> str | None:
+    """A sentence where a stack of experts is more than a rank's share of the model, and a layout keeps it whole."""
+    whole = [layout for layout in layouts if layout.startswith(("padded", "compact"))]
+    matrices = [param for param in plan.table if plan.routes[param.fqn].family == "matrix" and param.domain == DENSE]
+    stacks = [param for param in matrices if len(param.shape) == 3 and len(plan.routes[param.fqn].matrices) > 1]
+    if not whole or not stacks:
+        return None
+    largest: ParamSpec = max(stacks, key=lambda param: param.numel)
+    experts, world = largest.shape[0], plan.world
+    if largest.numel * world <= sum(param.numel for param in matrices) or math.gcd(experts, world) == 1:
+        return None
+    return (
+        f"{' and '.join(whole)} keep{'s' if len(whole) == 1 else ''} a stack of {experts} experts whole on one rank. Spread "
+        f"the experts over ranks first: --ep with a divisor of {math.gcd(experts, world)}."
+    )

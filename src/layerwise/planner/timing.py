@@ -1,0 +1,110 @@
+"""What a step will take beside forward and backward: Newton-Schulz on the busiest rank, and bytes on the wire.
+
+Times are FLOPs and bytes over what the hardware can do at best. They are for comparing layouts: `layout/choice.py` has the
+model and compares by the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import add
+
+from layerwise.config.rules import Muon
+from layerwise.layout.choice import Hardware, exposed_nbytes, newton_schulz_loads, sent_by_rank, spread
+from layerwise.layout.plan import Plan
+from layerwise.layout.schedule import CommSchedule, Kind, Phase
+from layerwise.planner.rules import Rules
+
+PHASES: tuple[Phase, ...] = ("reduce", "tie", "stats", "exchange", "return", "publish")
+"""The phases that communicate, in order."""
+
+KINDS: tuple[Kind, ...] = (
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "all_gather",
+    "uneven_all_gather",
+    "broadcast",
+)
+"""Kinds of collectives, about in the order in which a step has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Newton-Schulz of one step."""
+
+    ms: float
+    """On the busiest rank."""
+    imbalance: float
+    """FLOPs of the busiest rank over the mean; 1.0 is perfect."""
+    idle_ranks: int
+    """Ranks that are home to no matrix."""
+
+    def to_json(self) -> dict[str, float]:
+        return {"ms": self.ms, "imbalance": self.imbalance, "idle_ranks": self.idle_ranks}
+
+
+def work_of(plan: Plan, rules: Rules, hardware: Hardware) -> Work:
+    """What orthogonalising takes. Options of single route rules (`steps`, `method`) are not looked at."""
+    loads = [0] * plan.world
+    if isinstance(rules.matrix, Muon):
+        for work in plan.works:
+            found = newton_schulz_loads(work, rules.matrix.steps, rules.matrix.method)
+            loads = list(map(add, loads, spread(found, plan.world)))
+    return Work(
+        ms=max(loads) / hardware.ns_tflops / 1e9,
+        imbalance=max(loads) * plan.world / sum(loads) if any(loads) else 1.0,
+        idle_ranks=loads.count(0) if any(loads) else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What the rank that sends most sends in one step, and how long its link is busy with it."""
+
+    rank: int
+    nbytes_by_kind: Mapping[str, int]
+    """Per kind of collective."""
+    nbytes: int
+    ms_by_phase: Mapping[Phase, float]
+    ms: float
+    waited_ms: float
+    """What a step waits for: the exchange, the gather, and of the reduction what is left when backward ends."""
+
+    def to_json(self) -> dict[str, object]:
+        nbytes: dict[str, int] = {**self.nbytes_by_kind}
+        ms = {str(phase): taken for phase, taken in self.ms_by_phase.items()}
+        return {
+            "rank": self.rank,
+            "bytes": {**nbytes, "total": self.nbytes},
+            "ms": {**ms, "total": self.ms, "waited": self.waited_ms},
+        }
+
+
+def traffic_of(plan: Plan, schedule: CommSchedule, hardware: Hardware) -> Traffic:
+    """The bytes of a plan's schedule, and times by the cost model of `layout/choice.py`."""
+    totals = sent_by_rank(schedule.ops, plan.world)
+    nbytes = max(totals)
+    rank = totals.index(nbytes)
+    numbers = numbers_of(plan, rank)
+    by_phase: dict[Phase, int] = {}
+    for op in schedule.ops:
+        by_phase[op.phase] = by_phase.get(op.phase, 0) + op.nbytes(numbers.get(op.domain, 0))
+    reductions = [op for op in schedule.ops if op.phase == "reduce"]
+    after = max(sent_by_rank((op for op in schedule.ops if op.phase != "reduce"), plan.world))
+    waited = after + exposed_nbytes(plan.buckets, reductions, plan.grad_dtype)
+    per_byte = 1 / hardware.link_gb_s / 1e6
+    return Traffic(
+        rank=rank,
+        nbytes_by_kind=schedule.bytes_by_collective(numbers),
+        nbytes=nbytes,
+        ms_by_phase={phase: by_phase[phase] * per_byte for phase in PHASES if phase in by_phase},
+        ms=nbytes * per_byte,
+        waited_ms=waited * per_byte,
+    )
+
+
+def numbers_of(plan: Plan, rank: int) -> dict[str, int]:
+    """The number that a rank of the dense domain has in each domain, with ranks arranged as `sent_by_rank` says."""
+    return {domain: rank // (plan.world // size) for domain, size in plan.world_by_domain.items()}

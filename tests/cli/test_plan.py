@@ -1,0 +1,393 @@
+"""`layerwise plan` as a user meets it: presets and configs without torch, modules with it, one message for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from layerwise.cli.main import main
+from layerwise.comm import engine
+from layerwise.config.load import load
+from layerwise.config.schema import resolve_model
+from layerwise.dtypes import DType
+from layerwise.layout.choice import Hardware
+from layerwise.layout.plan import make_plan
+from layerwise.planner.decoder import Decoder, GroupedQuery, table_of_shape
+from layerwise.planner.presets import PRESETS
+from layerwise.planner.report import SIDE_BY_SIDE, column_of
+from layerwise.train.model import GPT
+from tests.cli.test_main import layerwise
+
+Captured = pytest.CaptureFixture[str]
+GOLDEN = Path(__file__).parent / "golden"
+HERE = "tests.cli.test_plan"
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+T5 = {"model_type": "t5", "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 100}
+
+
+def config_file(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def as_json(capsys: Captured, *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def test_the_table_of_gpt2_is_what_it_was(capsys: Captured) -> None:
+    """When the cost model or a layout changes on purpose, write the new table into the file."""
+    assert main(["plan", "--model", "gpt2", "--world", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert out == (GOLDEN / "plan_gpt2.txt").read_text()
+    assert err == ""
+
+
+def test_flags_are_pinned() -> None:
+    help_text = layerwise("plan", "--help").stdout
+    found = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", help_text)))
+    assert found == (GOLDEN / "plan_flags.txt").read_text().split()
+
+
+def keys_of(value: object, path: str = "") -> set[str]:
+    """Every key of a JSON document by its path; entries of lists share theirs."""
+    if isinstance(value, dict):
+        return {f"{path}.{key}".lstrip(".") for key in value}.union(
+            *(keys_of(v, f"{path}.{k}") for k, v in value.items())
+        )
+    if isinstance(value, list):
+        return set().union(*(keys_of(entry, f"{path}[]") for entry in value))
+    return set()
+
+
+def test_json_has_the_keys_that_are_documented(capsys: Captured) -> None:
+    found = as_json(capsys, "--model", "qwen3-30b-a3b", "--world", "32", "--ep", "8", "--layout", "flat,compact")
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    documented = json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL).group(1))  # type: ignore[union-attr]
+    assert keys_of(found) == keys_of(documented)
+    assert list(found) == list(documented)
+
+
+def test_json_adds_up(capsys: Captured) -> None:
+    found = as_json(capsys, "--model", "gpt2", "--world", "8")
+    assert (found["world"], found["domains"], found["matrices"]) == (8, {"dense": 8}, 72)
+    assert found["hardware"] == {"tflops": Hardware().ns_tflops, "link_gb_s": Hardware().link_gb_s}
+    assert [column["layout"] for column in found["layouts"]] == list(SIDE_BY_SIDE)
+    assert sum(column["chosen"] for column in found["layouts"]) == 1
+    for column in found["layouts"]:
+        memory, sent = column["memory_bytes"], column["sent"]
+        assert memory.pop("total") == sum(memory.values())
+        assert sent["bytes"].pop("total") == sum(sent["bytes"].values())
+        assert sent["ms"].pop("waited") <= sent["ms"].pop("total") == pytest.approx(sum(sent["ms"].values()))
+
+
+def test_times_follow_the_hardware_that_was_given(capsys: Captured) -> None:
+    words = ("--model", "gpt2", "--world", "8", "--layout", "flat")
+    usual = as_json(capsys, *words)["layouts"][0]
+    quick = as_json(capsys, *words, "--tflops", "800", "--link-gb-s", "90")["layouts"][0]
+    assert quick["newton_schulz"]["ms"] == pytest.approx(usual["newton_schulz"]["ms"] / 2)
+    assert quick["sent"]["ms"]["total"] == pytest.approx(usual["sent"]["ms"]["total"] / 2)
+
+
+def test_flags_change_the_bytes_they_are_about(capsys: Captured) -> None:
+    def memory(*words: str) -> dict[str, int]:
+        found = as_json(capsys, "--model", "gpt2", "--world", "8", "--layout", "flat", *words)
+        return found["layouts"][0]["memory_bytes"]
+
+    usual = memory()
+    assert memory("--param-dtype", "fp32")["params"] == 2 * usual["params"]
+    assert memory("--param-dtype", "fp32")["masters"] == 0
+    assert memory("--grad-dtype", "bf16")["grads"] < usual["grads"]
+    assert memory("--rule", "adamuon")["state"] > usual["state"]
+    assert memory("--reducer", "ordered")["slots"] > usual["slots"]
+    assert memory("--bucket-mib", "8", "--shard-grads")["grads"] < usual["grads"] // 2
+
+
+def test_what_is_refused_is_left_out_and_says_so(capsys: Captured) -> None:
+    assert main(["plan", "--model", "gpt2", "--world", "8", "--reducer", "ordered", "--shard-grads"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^on the worst rank +flat( \*)? +padded( \*)? +compact$", out, re.MULTILINE)
+    assert "without replicated: reducer='ordered' with layout 'replicated'" in out
+    assert "ordered sums, gradients released once reduced" in out
+
+
+def test_a_hopeless_stack_of_experts_is_hinted_at(capsys: Captured) -> None:
+    assert main(["plan", "--model", "qwen3-30b-a3b", "--world", "256"]) == 0
+    assert "hint: padded and compact keep a stack of 128 experts whole" in capsys.readouterr().out
+    assert main(["plan", "--model", "qwen3-30b-a3b", "--world", "256", "--ep", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "hint" not in out
+    assert "on 256 ranks, each expert param on 4 of them" in out
+
+
+def test_one_rank_has_nothing_to_choose(capsys: Captured) -> None:
+    assert main(["plan", "--model", "gpt2", "--world", "1"]) == 0
+    assert "* auto takes flat: there is nothing to choose" in capsys.readouterr().out
+
+
+# -- without torch ---------------------------------------------------------------------------------
+
+
+def without_torch(*words: str) -> tuple[int, str, str]:
+    """Run in a process of its own that cannot import torch: exit code, stdout, stderr."""
+    probe = (
+        "import sys\n"
+        "class Nowhere:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name in ('torch', 'numpy', 'transformers'): raise ImportError(f'there is no {name}')\n"
+        "sys.meta_path.insert(0, Nowhere())\n"
+        f"from layerwise.cli.main import main\nsys.exit(main({list(words)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_presets_and_known_families_need_no_torch(tmp_path: Path) -> None:
+    config_file(tmp_path, LLAMA)
+    for words in (
+        ("--model", "llama3-8b", "--world", "64"),
+        ("--model", "gpt2", "--world", "8", "--json"),
+        ("--model", str(tmp_path), "--world", "8"),
+        ("--model", str(tmp_path / "config.json"), "--world", "8"),
+    ):
+        code, out, err = without_torch("plan", *words)
+        assert (code, err) == (0, "")
+        assert out
+    assert without_torch("plan", "--model", "gpt3", "--world", "8")[0] == 2
+    assert without_torch("plan", "--help")[0] == 0
+
+
+def test_a_module_needs_torch_and_says_so() -> None:
+    code, out, err = without_torch("plan", "--model", f"{HERE}:two_layers", "--world", "8")
+    assert (code, out) == (3, "")
+    assert err == "plan needs a package that cannot be imported: there is no torch. Run: pip install layerwise\n"
+
+
+def test_a_family_that_only_transformers_knows_says_what_to_install(tmp_path: Path, capsys: Captured) -> None:
+    with mock.patch.dict(sys.modules, {"transformers": None}):
+        assert main(["plan", "--model", str(config_file(tmp_path, T5)), "--world", "8"]) == 3
+    assert "which needs transformers" in capsys.readouterr().err
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(64), nn.Linear(64, 64, bias=False))
+
+
+def frozen() -> nn.Module:
+    return two_layers().requires_grad_(False)
+
+
+def fused() -> nn.Module:
+    return nn.ModuleDict({"qkv": nn.Linear(8, 24), "out": nn.Linear(8, 8)})
+
+
+class Sparse(nn.Module):
+    """A dense layer and the experts that one rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(16, 16)
+        self.experts = nn.Parameter(torch.empty(2, 16, 16))
+
+    def param_domains(self) -> dict[str, str]:
+        return {"experts": "expert"}
+
+
+def column(found: dict[str, Any], layout: str = "flat") -> dict[str, Any]:
+    return next(entry for entry in found["layouts"] if entry["layout"] == layout)
+
+
+def test_every_preset_can_be_planned(capsys: Captured) -> None:
+    for name in PRESETS:
+        found = as_json(capsys, "--model", name, "--world", "16", "--layout", "flat")
+        assert column(found)["padding_percent"] < 0.1
+
+
+def test_a_config_is_read_with_its_own_dtype(tmp_path: Path, capsys: Captured) -> None:
+    path = str(config_file(tmp_path, LLAMA))
+    found = as_json(capsys, "--model", path, "--world", "4")
+    assert found["settings"]["param_dtypes"] == ["bf16"]
+    assert found["params"] == 3 * 9 + 3
+    assert as_json(capsys, "--model", path, "--world", "4", "--param-dtype", "fp32")["settings"]["param_dtypes"] == [
+        "fp32"
+    ]
+
+
+def test_experts_of_a_config_are_spread(tmp_path: Path, capsys: Captured) -> None:
+    path = str(config_file(tmp_path, MIXTRAL))
+    whole = as_json(capsys, "--model", path, "--world", "8", "--layout", "flat")
+    spread = as_json(capsys, "--model", path, "--world", "8", "--layout", "flat", "--ep", "4")
+    assert spread["domains"] == {"dense": 8, "expert": 2}
+    experts = 3 * 8 * 3 * 64 * 160
+    assert whole["elements"] - spread["elements"] == experts * 3 // 4
+
+
+@needs_transformers
+def test_a_family_that_is_not_known_here_is_built_by_transformers(tmp_path: Path, capsys: Captured) -> None:
+    found = as_json(capsys, "--model", str(config_file(tmp_path, T5)), "--world", "4", "--layout", "flat")
+    assert found["matrices"] > 0
+
+
+@needs_transformers
+def test_a_config_and_its_live_module_cost_the_same(tmp_path: Path, capsys: Captured) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        module = LlamaForCausalLM(LlamaConfig.from_dict(dict(LLAMA))).to(torch.bfloat16)
+    found = as_json(capsys, "--model", str(config_file(tmp_path, LLAMA)), "--world", "4", "--layout", "padded")
+    plan = engine.plan_for((module,), engine.Settings(layout="padded"), world=4)
+    assert column(found, "padded") == column_of(plan).to_json()
+
+
+@pytest.mark.parametrize("layout", [*SIDE_BY_SIDE, "padded:reference"])
+def test_the_trainers_model_costs_what_its_plan_says(layout: str, capsys: Captured) -> None:
+    words = ("--bucket-mib", "0.25", "--grad-dtype", "bf16", "--world", "3", "--layout", layout)
+    found = as_json(capsys, "--model", "configs/tiny.toml", *words)
+    with torch.device("meta"):
+        module = GPT(resolve_model(load("configs/tiny.toml").config.model))
+    settings = engine.Settings(layout=layout, bucket_mib=0.25, grad_dtype=torch.bfloat16)
+    assert column(found, layout) == column_of(engine.plan_for((module,), settings, world=3)).to_json()
+
+
+@pytest.mark.parametrize("layout", SIDE_BY_SIDE)
+def test_the_trainers_model_costs_what_a_preset_of_its_shape_does(layout: str, capsys: Captured) -> None:
+    found = as_json(capsys, "--model", "configs/tiny.toml", "--world", "3", "--layout", layout)
+    shape = resolve_model(load("configs/tiny.toml").config.model)
+    attention = GroupedQuery(heads=shape.n_heads, kv_heads=shape.n_kv_heads, head_dim=shape.head_dim)
+    decoder = Decoder(
+        hidden=shape.d_model,
+        layers=shape.n_layers,
+        vocab=shape.vocab_size,
+        intermediate=shape.hidden,
+        attention=attention,
+    )
+    table = table_of_shape(decoder, "the trainer's GPT", dtype=DType.FP32)
+    assert column(found, layout) == column_of(make_plan(table, world=3, layout=layout)).to_json()
+
+
+def test_the_trainers_experts_are_spread(capsys: Captured) -> None:
+    found = as_json(capsys, "--model", "configs/moe.toml", "--world", "4", "--ep", "2", "--layout", "flat")
+    whole = as_json(capsys, "--model", "configs/moe.toml", "--world", "4", "--layout", "flat")
+    assert (found["domains"], whole["domains"]) == ({"dense": 4, "expert": 2}, {"dense": 4, "expert": 4})
+    assert found["elements"] < whole["elements"]
+
+
+def test_a_pipeline_is_planned_as_one_stage_and_says_so(capsys: Captured) -> None:
+    assert main(["plan", "--model", "configs/pipeline.toml", "--world", "2", "--layout", "flat"]) == 0
+    assert "note: parallel.pp = 2 is left aside" in capsys.readouterr().err
+
+
+def test_a_users_module_is_planned_as_one_rank_holds_it(capsys: Captured) -> None:
+    found = as_json(capsys, "--model", f"{HERE}:two_layers", "--world", "2", "--layout", "flat")
+    assert (found["elements"], found["settings"]["param_dtypes"]) == (2 * 64 * 64 + 128, ["fp32"])
+    found = as_json(capsys, "--model", f"{HERE}:Sparse", "--world", "4", "--ep", "2", "--layout", "flat")
+    assert (found["elements"], found["domains"]) == (16 * 16 * 3 + 16, {"dense": 4, "expert": 2})
+    found = as_json(
+        capsys, "--model", f"{HERE}:two_layers", "--world", "2", "--param-dtype", "bf16", "--layout", "flat"
+    )
+    assert found["settings"]["param_dtypes"] == ["bf16"]
+
+
+# -- what is wrong ---------------------------------------------------------------------------------
+
+WRONG: list[tuple[Sequence[str], Sequence[str]]] = [
+    (("--model", "llama-8b", "--world", "8"), ["--model llama-8b: is no preset. Did you mean 'llama3-8b'? Or give a config.json, its"]),
+    (("--model", "gpt2", "--world", "0"), ["--world: expected a number of ranks from 1 to 1000000, got 0."]),
+    (("--model", "gpt2", "--world", "8", "--ep", "3"), ["--ep: expected a number that divides the 8 ranks of --world, got 3."]),
+    (("--model", "gpt2", "--world", "8", "--ep", "0"), ["--ep: expected a number that divides the 8 ranks of --world, got 0."]),
+    (("--model", "gpt2", "--world", "8", "--ep", "2"), ["--model gpt2: preset 'gpt2' has no experts: expert_parallel must be 1, got 2."]),
+    (("--model", "deepseek-v3", "--world", "9", "--ep", "3"), ["--model deepseek-v3: preset 'deepseek-v3' has 256 routed experts: "]),
+    (("--model", "gpt2", "--world", "8", "--layout", "flt"), ["--layout: layout 'flt' is unknown. Did you mean 'flat'?"]),
+    (
+        ("--model", "gpt2", "--world", "-1", "--layout", "flat,x", "--tflops", "0", "--link-gb-s", "nan", "--bucket-mib", "-1"),
+        [
+            "--world: expected a number of ranks from 1 to 1000000, got -1.",
+            "--bucket-mib: expected a positive number, got -1.",
+            "--tflops: expected a positive number, got 0.",
+            "--link-gb-s: expected a positive number, got nan.",
+            "--layout: layout 'x' is unknown. Known: auto, compact, flat, padded, ",
+        ],
+    ),
+    (
+        ("--model", "gpt2", "--world", "8", "--layout", "compact", "--shard-grads"),
+        ["plan: shard_grads=True with layout 'compact' (buffer dense/matrix/bf16/compact): its gradients are all-reduced"],
+    ),
+    (
+        ("--model", "gpt2", "--world", "8", "--reducer", "ordered_bf16", "--grad-dtype", "bf16"),
+        ["plan: no layout can be combined with these settings. reducer='ordered_bf16' with grad_dtype bf16: it rounds fp32"],
+    ),
+    (("--model", "no/such/config.json", "--world", "8"), ["no/such/config.json: there is no such file."]),
+    (("--model", "meta-llama/Llama-3.1-8B", "--world", "8"), ["meta-llama/Llama-3.1-8B: there is no such file. A model of the Hugging"]),
+    (("--model", "tests", "--world", "8"), ["tests: is a folder without a config.json"]),
+    (("--model", f"{HERE}:frozen", "--world", "8"), [f"--model {HERE}:frozen: has no trainable param: there is nothing to optimise."]),
+    (("--model", f"{HERE}:fused", "--world", "8"), ["plan: param 'qkv.weight' of shape (24, 8) looks fused ('qkv')"]),
+    (
+        ("--model", f"{HERE}:two_layers", "--world", "8", "--ep", "2"),
+        [f"--model {HERE}:two_layers: --ep 2 needs experts with a domain of their own: none of its modules names any"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "messages"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_what_is_wrong_is_said_once_and_whole(words: Sequence[str], messages: Sequence[str], capsys: Captured) -> None:
+    assert main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0] == f"{len(messages)} problem{'s' if len(messages) > 1 else ''} in the configuration:"
+    assert len(lines) == 1 + len(messages)
+    for number, (line, message) in enumerate(zip(lines[1:], messages, strict=True), start=1):
+        assert line.startswith(f"  {number}. {message}")
+
+
+def test_a_broken_config_names_the_file_and_the_key(tmp_path: Path, capsys: Captured) -> None:
+    path = config_file(tmp_path, {**LLAMA, "hidden_size": "wide"})
+    assert main(["plan", "--model", str(path), "--world", "8"]) == 2
+    assert f"{path}: 'hidden_size' must be a whole number of at least 1, got 'wide'." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["plan"], ["plan", "--model", "gpt2"], ["plan", "--model", "gpt2", "--world", "many"],
+     ["plan", "--model", "gpt2", "--world", "8", "--rule", "sgd"], ["plan", "--model", "gpt2", "--world", "8", "--optim.lr", "1"]],
+)  # fmt: skip
+def test_words_that_make_no_command_are_bad_input(words: list[str], capsys: Captured) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err != ""
+
+
+def test_a_model_that_is_hardly_orthogonalised_is_warned_about(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["plan", "--model", str(config_file(tmp_path, {**LLAMA, "vocab_size": 500_000})), "--world", "2"]) == 0
+    assert "warning: only " in capsys.readouterr().err

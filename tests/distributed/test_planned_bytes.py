@@ -1,0 +1,349 @@
+"""What was planned is what a run allocates and sends: every category of memory, and every collective, on every rank."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import layerwise
+from layerwise.comm import engine
+from layerwise.comm.collectives import Communicator
+from layerwise.comm.exchanger import Cohort
+from layerwise.comm.handles import Handle
+from layerwise.layout.choice import sent_by_rank
+from layerwise.layout.plan import make_plan
+from layerwise.optim.update import Update
+from layerwise.planner.memory import Memory, memory_by_rank
+from layerwise.planner.rules import Rules, schedule_for
+from layerwise.planner.timing import numbers_of
+from tests.ranks import run_ranks
+from tests.worlds import Zoo, deliver, gradient
+
+LAYOUTS = ("flat", "padded", "compact", "replicated", "padded:reference")
+MATRIX: dict[str, Any] = {
+    "muon": layerwise.Muon(lr=0.1, steps=1),
+    "muon fp32": layerwise.Muon(lr=0.1, steps=1, ns_dtype="fp32"),
+    "normuon": layerwise.NorMuon(lr=0.1, steps=1),
+    "adamuon": layerwise.AdaMuon(lr=0.1, steps=1),
+    "adamw": layerwise.AdamW(lr=0.1),
+}
+OTHER: dict[str, Any] = {"adamw": layerwise.AdamW(lr=0.1), "lion": layerwise.Lion(lr=0.1)}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One run."""
+
+    layout: str = "flat"
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype = torch.float32
+    reducer: str = "collective"
+    shard_grads: bool = False
+    param_sync: str = "gather"
+    matrix: str = "muon"
+    other: str = "adamw"
+    cohort_numel: int = 200
+    """Few enough for several cohorts on the ranks of a test."""
+    sabotage: str = ""
+    """What the run does that no plan says."""
+
+    def is_refused(self, world: int) -> bool:
+        """What cannot be combined, written down by hand."""
+        if self.reducer == "ordered_bf16" and self.grad_dtype is not torch.float32:
+            return True
+        if world == 1:
+            return False
+        if self.reducer != "collective" and self.layout == "replicated":
+            return True
+        return self.shard_grads and self.reducer == "collective" and self.layout in ("compact", "replicated")
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the memory behind tensors, by address."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots: int) -> Memory:
+    """What this rank really holds. A category has what no category before it has: some memory is two things at once."""
+    buckets = model.engine.storage.buckets
+    home_state = [tensor for tensors in optimizer._update._home_state.values() for tensor in tensors.values()]
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    rings = [bucket.ring for bucket in buckets if bucket.ring is not None]
+    held: list[Iterable[Tensor]] = [
+        [*(bucket.replica for bucket in buckets), *frozen],
+        [
+            *(bucket.grad for bucket in buckets if bucket.grad is not None),
+            *(tensor for bucket in buckets for tensor in (bucket.grad_shard, bucket.work)),
+            *(tensor for ring in rings for tensor in ring.tensors),
+        ],
+        [bucket.master for bucket in buckets],
+        [*(tensor for bucket in buckets for tensor in bucket.state.values()), *home_state],
+    ]
+    seen: dict[int, int] = {}
+    totals = []
+    for tensors in held:
+        found = {address: nbytes for address, nbytes in storages(tensors).items() if address not in seen}
+        totals.append(sum(found.values()))
+        seen.update(found)
+    params, grads, masters, state = totals
+    aside = sum(tensor.untyped_storage().nbytes() for tensor in (*frozen, *home_state))
+    if model.engine.storage.nbytes() + aside != sum(totals):
+        raise AssertionError(f"storage says {model.engine.storage.nbytes()} + {aside}, counted {totals}")
+    return Memory(params=params, grads=grads, masters=masters, state=state, slots=slots)
+
+
+class Watch:
+    """Knows of tensors that come and go, and how many bytes of them were alive at once.
+
+    gloo's own thread lets go of a tensor some microseconds after it was waited for, so what exceeds the limit is looked at
+    again before it counts.
+    """
+
+    def __init__(self, own: dict[int, int], limit: int) -> None:
+        self._own = own
+        self._limit = limit
+        self._alive: list[tuple[weakref.ref[Tensor], int]] = []
+        self.peak = 0
+
+    def see(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() not in self._own:
+                self._alive.append((weakref.ref(tensor), tensor.untyped_storage().nbytes()))
+        deadline = time.monotonic() + 0.3
+        while self._sum() > max(self._limit, self.peak) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.peak = max(self.peak, self._sum())
+
+    def _sum(self) -> int:
+        self._alive = [(ref, nbytes) for ref, nbytes in self._alive if ref() is not None]
+        return sum(nbytes for _, nbytes in self._alive)
+
+
+@contextmanager
+def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
+    """See everything that is sent or received by an all-to-all, the batches of matrices, and what becomes of them."""
+    buckets = model.engine.storage.buckets
+    own = [bucket.grad for bucket in buckets if bucket.grad is not None]
+    watch = Watch(storages(own), limit)
+    all_to_all, unpack, direction = Communicator.all_to_all, Cohort.unpack, Update._direction
+
+    def seen_all_to_all(self: Any, op: Any, send: Tensor, receive: Tensor, *splits: Any) -> Handle:
+        rings = [bucket.ring for bucket in buckets if bucket.ring is not None]
+        leased = storages(tensor for ring in rings for tensor in ring.tensors)
+        watch.see(*(t for t in (send, receive) if t.untyped_storage().data_ptr() not in leased))
+        return all_to_all(self, op, send, receive, *splits)
+
+    # A wire as fast as backward: a bucket's reduction is over when the next bucket of its buffer has filled.
+    buffer_of = {f"of {bucket.plan.label}": bucket.plan.buffer for bucket in buckets}
+    newest: dict[int, str] = {}
+    check = Communicator._check
+
+    def noted(self: Any, name: str, *args: Any, **named: Any) -> None:
+        if name.startswith("reduce "):
+            newest[buffer_of[name[name.index("of ") :]]] = name
+        check(self, name, *args, **named)
+
+    def seen_unpack(self: Any, received: Tensor) -> list[Tensor]:
+        tensors = unpack(self, received)
+        watch.see(*tensors)
+        return tensors
+
+    def seen_direction(self: Any, *args: Any) -> Tensor:
+        tensor = direction(self, *args)
+        watch.see(tensor)
+        return tensor
+
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (Communicator, "all_to_all", seen_all_to_all),
+            (Cohort, "unpack", seen_unpack),
+            (Update, "_direction", seen_direction),
+            (Handle, "is_ready", property(lambda handle: handle.label not in newest.values())),
+            (Communicator, "_check", noted),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield watch
+
+
+def enlarge(model: layerwise.DataParallel, what: str) -> None:
+    """Hold more than any plan says."""
+    bucket = model.engine.storage.buckets[0]
+    match what:
+        case "params":
+            bucket.replica = bucket.replica.repeat(2)
+        case "grads":
+            bucket.work = bucket.work.repeat(2)
+        case "masters":
+            bucket.master = bucket.master.repeat(2)
+        case "state":
+            bucket.state["more"] = torch.zeros_like(bucket.master)
+
+
+@contextmanager
+def sabotaged(optimizer: layerwise.Optimizer, what: str) -> Iterator[None]:
+    """Keep or send more than any plan says while it runs."""
+    with ExitStack() as stack:
+        match what:
+            case "slots":  # what was sent is not dropped when it has arrived
+                kept: list[Any] = []
+                wait = Handle.wait
+
+                def hoarding(self: Handle) -> Tensor:
+                    kept.extend(self._keep_alive)
+                    return wait(self)
+
+                stack.enter_context(mock.patch.object(Handle, "wait", hoarding))
+            case "bytes":
+                apply = Update.apply
+
+                def wordy(self: Any, *args: Any) -> None:
+                    optimizer._engine.everyone._count("all_reduce", 4)
+                    apply(self, *args)
+
+                stack.enter_context(mock.patch.object(Update, "apply", wordy))
+        yield
+
+
+def differences(
+    rank: int, setup: Setup, model: layerwise.DataParallel, rules: Rules, optimizer: layerwise.Optimizer
+) -> list[str]:
+    """Two steps on this rank: what it holds and sends that was not planned."""
+    plan = model.plan
+    schedule = schedule_for(plan, rules)
+    planned = memory_by_rank(plan, schedule, rules)[rank]
+    numbers = numbers_of(plan, rank)
+    shapes = {fqn: param.shape for fqn, param in model.engine.storage.params.items()}
+    found = []
+    if numbers != {domain: model.engine.storage.ranks[domain] for domain in plan.world_by_domain}:
+        found.append(f"numbers {model.engine.storage.ranks}, planned {numbers}")
+    if sum(schedule.bytes_by_collective(numbers).values()) != sent_by_rank(schedule.ops, plan.world)[rank]:
+        found.append("bytes: two ways to add up the schedule")
+    if optimizer.schedule != schedule:
+        found.append("the optimizer has another schedule than was planned")
+    with sabotaged(optimizer, setup.sabotage), watched(model, planned.slots) as watch:
+        for step in range(2):
+            grads = {fqn: gradient(fqn, shape, rank, step, 0) for fqn, shape in shapes.items()}
+            deliver(model, grads, sync=True)
+            optimizer.step()
+            expected = schedule.bytes_by_collective(numbers)
+            if dict(optimizer.stats.bytes_by_collective) != expected:
+                found.append(f"bytes: sent {dict(optimizer.stats.bytes_by_collective)}, planned {expected}")
+    enlarge(model, setup.sabotage)
+    really = counted(model, optimizer, watch.peak).to_json()
+    for name, nbytes in planned.to_json().items():
+        # With leases, each buffer has so much in flight at some time, but not all of them at the same.
+        fits = really[name] == nbytes or (name == "slots" and setup.shard_grads and really[name] < nbytes)
+        if name != "total" and not fits:
+            found.append(f"{name}: holds {really[name]}, planned {nbytes}")
+    return [f"rank {rank} {setup}: {text}" for text in found]
+
+
+def build(setup: Setup, module: nn.Module, **more: Any) -> tuple[layerwise.DataParallel, Rules, layerwise.Optimizer]:
+    with mock.patch.object(engine, "make_plan", partial(make_plan, cohort_numel=setup.cohort_numel)):
+        model = layerwise.DataParallel(
+            module.to(setup.dtype),
+            layout=setup.layout,
+            grad_dtype=setup.grad_dtype,
+            reducer=setup.reducer,  # type: ignore[arg-type]
+            shard_grads=setup.shard_grads,
+            param_sync=setup.param_sync,  # type: ignore[arg-type]
+            bucket_mib=0.001,
+            **more,
+        )
+    rules = Rules(matrix=MATRIX[setup.matrix], other=OTHER[setup.other])
+    return model, rules, layerwise.Optimizer(model, matrix=rules.matrix, other=rules.other)
+
+
+def run_all(rank: int, world: int, setups: list[Setup]) -> list[str]:
+    found = []
+    for setup in setups:
+        torch.manual_seed(5)
+        model, rules, optimizer = build(setup, Zoo())
+        found += differences(rank, setup, model, rules, optimizer)
+    return found
+
+
+def setups_of(layout: str, world: int) -> list[Setup]:
+    """Everything that changes memory, with everything it can be combined with."""
+    dtypes = (torch.float32, torch.bfloat16)
+    everything = [
+        Setup(layout=layout, dtype=dtype, grad_dtype=grad_dtype, reducer=reducer, shard_grads=shard_grads)
+        for dtype, grad_dtype, reducer, shard_grads in product(
+            dtypes, dtypes, ("collective", "ordered", "ordered_bf16"), (False, True)
+        )
+    ]
+    base = Setup(layout=layout, dtype=torch.bfloat16)
+    everything += [replace(base, matrix=matrix) for matrix in MATRIX if matrix != "muon"]
+    everything += [
+        replace(base, other="lion", matrix="normuon"),
+        replace(base, param_sync="broadcast"),
+        replace(base, cohort_numel=10**6),
+        replace(base, cohort_numel=1),
+    ]
+    return [setup for setup in everything if not setup.is_refused(world)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_planned_bytes_are_the_bytes_of_a_run(layout: str, world: int) -> None:
+    setups = setups_of(layout, world)
+    if layout == "padded:reference":  # another packing of the same kind
+        setups = setups[:4]
+    assert [text for found in run_ranks(world, run_all, setups) for text in found] == []
+
+
+@pytest.mark.parametrize("sabotage", ["params", "grads", "masters", "state", "slots", "bytes"])
+def test_a_run_that_holds_or_sends_more_is_caught(sabotage: str) -> None:
+    """The control: each category is really looked at."""
+    setup = Setup(dtype=torch.bfloat16, grad_dtype=torch.bfloat16, sabotage=sabotage)
+    for found in run_ranks(2, run_all, [setup]):
+        assert any(f"{sabotage}: " in text for text in found)
+        assert all(f"{sabotage}: " in text for text in found)
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    """Dense layers around a stack of experts with a bias, in a domain of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.dense = nn.ModuleList(nn.Linear(8, 24) for _ in range(3))
+        self.experts = nn.Parameter(torch.ones(3, 10, 8))
+        self.expert_bias = nn.Parameter(torch.ones(3, 10))
+
+    def param_domains(self) -> dict[str, str]:
+        return {"experts": "expert", "expert_bias": "expert"}
+
+
+def run_experts(rank: int, world: int, shape: tuple[int, int], setups: list[Setup]) -> list[str]:
+    found = []
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+    for setup in setups:
+        model, rules, optimizer = build(setup, Sparse(), mesh=mesh)
+        if model.plan.world_by_domain["expert"] != shape[0]:
+            raise AssertionError(f"the expert domain has {model.plan.world_by_domain['expert']} ranks")
+        found += differences(rank, setup, model, rules, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3)])
+def test_planned_bytes_of_experts_are_those_of_a_run(shape: tuple[int, int]) -> None:
+    setups = [Setup(layout=layout, dtype=torch.bfloat16, matrix="normuon") for layout in ("auto", *LAYOUTS)]
+    setups += [Setup(reducer="ordered", layout=layout, shard_grads=True) for layout in ("flat", "padded", "compact")]
+    found: list[list[str]] = run_ranks(shape[0] * shape[1], run_experts, shape, setups)
+    assert [text for texts in found for text in texts] == []

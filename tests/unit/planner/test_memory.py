@@ -1,0 +1,182 @@
+"""Planned memory, against numbers worked out by hand. Real runs are counted in tests/distributed/test_planned_bytes.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.config.rules import RULES_BY_KIND, AdaMuon, AdamW, Lion, Muon, NorMuon
+from layerwise.dtypes import DType
+from layerwise.layout.plan import make_plan
+from layerwise.optim.algorithms import MATRIX, state_names
+from layerwise.planner.memory import Memory, _peak, memory_by_rank
+from layerwise.planner.presets import preset
+from layerwise.planner.rules import STATE_TENSORS, Rules, home_state_numel, schedule_for, wire_dtypes
+from layerwise.routing.rules import RouteRule
+from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
+
+
+def planned(table: ParamTable, rules: Rules | None = None, **options: object) -> list[Memory]:
+    rules = rules or Rules()
+    plan = make_plan(table, **options)  # type: ignore[arg-type]
+    return memory_by_rank(plan, schedule_for(plan, rules), rules)
+
+
+def test_every_rule_keeps_the_state_that_was_planned() -> None:
+    assert {kind: len(state_names(kind)) for kind in RULES_BY_KIND} == STATE_TENSORS
+    for kind, algorithm in MATRIX.items():
+        shapes = algorithm.home_state(6, 4).values()
+        assert home_state_numel(kind, 6, 4) == sum(math.prod(shape) for shape in shapes)
+
+
+TWO = table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))])
+"""8192 bf16 elements; on two ranks a matrix for each."""
+
+
+def test_a_small_model_by_hand() -> None:
+    first, second = planned(TWO, world=2, layout="flat")
+    assert first == second
+    assert (first.params, first.grads, first.masters, first.state) == (8192 * 2, 8192 * 4, 4096 * 4, 4096 * 4)
+    assert first.slots == 2 * 4096 * 2  # its matrix, and what became of it
+    assert first.total == 8192 * 6 + 4096 * 12
+
+
+def test_fp32_params_are_their_own_masters() -> None:
+    table = table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))], dtype=DType.FP32)
+    assert {memory.masters for memory in planned(table, world=2, layout="flat")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("options", "grads"),
+    [
+        ({}, 8192 * 4),
+        ({"grad_dtype": DType.BF16}, 8192 * 2 + 4096 * 4),  # and an fp32 copy of the shard
+        ({"reducer": "ordered"}, 8192 * 4),
+        ({"reducer": "ordered", "grad_dtype": DType.BF16}, 8192 * 2 + 4096 * 4),  # the sum is fp32 already
+        ({"shard_grads": True}, 8192 * 4 + 4096 * 4),  # one bucket: one slot
+        ({"shard_grads": True, "bucket_numel": 4096}, 2 * 4096 * 4 + 4096 * 4),  # two slots
+        ({"shard_grads": True, "grad_dtype": DType.BF16}, 8192 * 2 + 4096 * 2 + 4096 * 4),
+    ],
+)
+def test_gradients_by_hand(options: dict[str, object], grads: int) -> None:
+    assert {memory.grads for memory in planned(TWO, world=2, layout="flat", **options)} == {grads}
+
+
+@pytest.mark.parametrize(
+    ("rule", "state"),
+    [
+        (Muon(lr=0.0), 4096 * 4),
+        (NorMuon(lr=0.0), 4096 * 4 + 64 * 4),
+        (AdaMuon(lr=0.0), 4096 * 4 + 4096 * 4),
+        (AdamW(lr=0.0), 4096 * 8),
+        (Lion(lr=0.0), 4096 * 4),
+    ],
+)
+def test_state_by_hand(rule: Muon | AdamW | Lion, state: int) -> None:
+    found = planned(TWO, Rules(matrix=rule), world=2, layout="flat")
+    assert {memory.state for memory in found} == {state}
+    assert all((memory.slots > 0) == rule.is_matrix_rule for memory in found)
+
+
+def test_an_ordered_sum_receives_as_much_as_it_sends() -> None:
+    plain, ordered, rounded = (
+        planned(TWO, world=2, layout="flat", reducer=reducer)[0].slots
+        for reducer in ("collective", "ordered", "ordered_bf16")
+    )
+    assert plain < ordered == 8192 * 4
+    assert rounded == 8192 * 2 + 8192 * 2  # what it sends is a copy then
+
+
+def test_owners_of_uneven_shards_hold_uneven_masters() -> None:
+    table = table_of([("a.weight", (64, 64)), ("b.weight", (64, 8))])
+    found = planned(table, world=2, layout="compact")
+    assert sorted(memory.masters for memory in found) == [512 * 4, 4096 * 4]
+    assert len({memory.params for memory in found}) == 1
+
+
+def test_frozen_params_count_as_params_and_as_nothing_else() -> None:
+    frozen = ParamSpec(fqn="c", shape=(100,), dtype=DType.FP32, trainable=False, module_kind=ModuleKind.NORM)
+    without, with_it = planned(TWO, world=2)[0], planned(ParamTable((*TWO, frozen)), world=2)[0]
+    assert with_it.params == without.params + 400
+    assert with_it.total == without.total + 400
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded", "compact"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_shards_add_up_to_the_whole(layout: str, world: int) -> None:
+    plan = make_plan(preset("gpt2"), world=world, layout=layout)
+    found = memory_by_rank(plan, schedule_for(plan, Rules()), Rules())
+    numel = sum(buffer.numel for buffer in plan.buffers)
+    assert sum(memory.masters for memory in found) == 4 * numel
+    assert {memory.params for memory in found} == {2 * numel}
+
+
+def test_experts_are_held_by_the_ranks_of_their_domain() -> None:
+    """Two copies of each expert on four ranks: neighbours hold different experts, so they share a place in the domain."""
+    expert = ParamSpec(fqn="experts", shape=(3, 64, 64), dtype=DType.BF16, domain="expert")
+    table = ParamTable((*TWO, expert))
+    found = planned(table, world=4, worlds={"expert": 2}, layout="compact")
+    assert [memory.masters // 4 for memory in found] == [4096 + 3 * 4096, 4096 + 3 * 4096, 0, 0]
+
+
+def test_a_cohort_travels_in_fp32_as_soon_as_one_matrix_needs_that() -> None:
+    rule = RouteRule(pattern="a.weight", to="matrix", options={"ns_dtype": "fp32"})
+    plan = make_plan(TWO, world=2, rules=[rule], cohort_numel=2048)
+    assert wire_dtypes(plan, Rules()) == {("dense", 0): DType.BF16, ("dense", 1): DType.FP32}  # backward order
+    assert set(wire_dtypes(plan, Rules(matrix=Muon(lr=0.0, ns_dtype="fp16"))).values()) == {DType.FP32}
+    assert set(wire_dtypes(plan, Rules(matrix=AdamW(lr=0.0))).values()) == {DType.BF16}
+
+
+# -- the pipeline of cohorts ---------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """A rank that goes through the exchange, holding things by name."""
+
+    held: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+
+    def take(self, **things: int) -> None:
+        self.held.update(things)
+        self.peak = max(self.peak, sum(self.held.values()))
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self.held.pop(name, None)
+
+
+def walked(cohorts: list[tuple[int, int, int]]) -> int:
+    """The peak of a rank, by walking through the exchange one thing at a time."""
+    rank = Rank()
+
+    def set_out(number: int) -> None:
+        away, here, _ = cohorts[number]
+        rank.take(**{f"to homes {number}": away, f"from owners {number}": here})
+
+    set_out(0)
+    for number, (away, here, batches) in enumerate(cohorts):
+        if number + 1 < len(cohorts):
+            set_out(number + 1)
+        rank.drop(f"to homes {number}")
+        rank.take(**{f"matrices {number}": batches})
+        rank.drop(f"matrices {number - 1}", f"from owners {number}")
+        rank.take(**{f"updates {number}": batches})
+        rank.drop(f"updates {number - 1}")
+        rank.take(**{f"to owners {number}": here, f"from homes {number}": away})
+        rank.drop(f"to owners {number - 1}", f"from homes {number - 1}")
+    return rank.peak
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=5))
+@settings(max_examples=300, deadline=None)
+def test_the_worst_moment_of_an_exchange_is_found(cohorts: list[tuple[int, int, int]]) -> None:
+    assert _peak([number for cohort in cohorts for number in cohort]) == walked(cohorts)
+
+
+def test_one_cohort_holds_a_matrix_its_update_and_what_travels() -> None:
+    assert _peak((3, 5, 8)) == 8 + 8 + 3 + 5

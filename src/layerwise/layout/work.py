@@ -219,15 +219,17 @@ def _holder(bucket: BucketPlan, placement: Placement) -> int:
     return shards.start
 
 
-def _cohorts(stacks: Iterable[_Stack], limit: int) -> list[int]:
-    """The cohort of each matrix: consecutive in backward order, closed when full."""
+def _cohorts(stacks: Iterable[_Stack], given: Iterable[int | None], world: int, cohort_numel: int) -> list[int]:
+    """The cohort of each matrix: consecutive in backward order, closed when ranks have `cohort_numel` each on average.
+    What every rank orthogonalises is not shared out, so it counts for each of them."""
     cohorts, cohort, filled = [], 0, 0
-    for stack in stacks:
+    for stack, home in zip(stacks, given, strict=True):
+        ranks = world if home == EVERY_RANK else 1
         for matrix in stack.matrices:
-            if filled >= limit:
+            if filled >= cohort_numel * world:
                 cohort, filled = cohort + 1, 0
             cohorts.append(cohort)
-            filled += matrix.rows * matrix.cols
+            filled += matrix.rows * matrix.cols * ranks
     return cohorts
 
 
@@ -266,7 +268,7 @@ def plan_work(
                 by_shape[matrix.rows, matrix.cols].append(_Candidate(key, matrix, stack))
     home_by_key, loads = _longest_first(by_shape, _given_loads(stacks, given, world))
     _nearest_of_equals(by_shape, home_by_key)
-    cohorts = _cohorts(stacks, cohort_numel * world)
+    cohorts = _cohorts(stacks, given, world, cohort_numel)
     items: list[WorkItem] = []
     for stack, home in zip(stacks, given, strict=True):
         count = len(stack.matrices)

@@ -116,7 +116,9 @@ def _filled(arrangement: Arrangement, stage: int, expert_place: int, wrong: int 
 def _named(modules: list[nn.Module]) -> dict[str, nn.Parameter]:
     if len(modules) == 1:
         return dict(modules[0].named_parameters())
-    return {f"{number}.{fqn}": param for number, module in enumerate(modules) for fqn, param in module.named_parameters()}
+    return {
+        f"{number}.{fqn}": param for number, module in enumerate(modules) for fqn, param in module.named_parameters()
+    }
 
 
 def _called(arrangement: Arrangement, stage: int, expert_place: int, fqn: str) -> str:

@@ -280,7 +280,7 @@ def test_a_plan_that_cannot_be_says_why(changes: dict[str, object], expected: st
 
 
 def test_a_layout_that_is_no_name_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="layout must be one of auto, flat, .*, got 3"):
+    with pytest.raises(TypeError, match=r"layout must be one of auto, flat, .*, got 3"):
         resolve_layout(3)
 
 

@@ -309,9 +309,17 @@ def train_and_compare(rank: int, world: int, case: Case, layouts: Sequence[str] 
                 nudge_state(model)
             seen += differences(model, optimizer, oracle, rounds=rounds_of(model, case.accumulation))
             found += [f"rank {rank} step {step} {layout}: {text}" for text in seen]
-        if found:
+        if anywhere(found):
             return found
     return []
+
+
+def anywhere(found: Sequence[str]) -> bool:
+    """Whether any rank has found something: then all of them stop, and none of them is left waiting."""
+    flag = torch.tensor([len(found)])
+    if dist.is_initialized():
+        dist.all_reduce(flag)
+    return bool(flag)
 
 
 def rounds_of(model: layerwise.DataParallel, accumulation: int) -> int:
@@ -427,20 +435,22 @@ def _home_differences(
 
 def put_together(model: layerwise.DataParallel) -> dict[str, Tensor]:
     """Whole masters, reduced gradients and state by name, from the shards of all ranks of a dense model. Collective."""
-    whole: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for bucket in model.engine.storage.buckets:
         held = {"gradient": bucket.work, "master": bucket.master, **bucket.state}
         counts = bucket.plan.num_shards > 1 or model.engine.groups.rank == 0
         for placement in bucket.plan.placements:
             span = bucket.span_by_fqn.get(placement.fqn)
             for name, tensor in held.items():
-                whole[f"{name} of {placement.fqn}"] = full = torch.zeros(placement.numel)
+                found[f"{name} of {placement.fqn}"] = full = torch.zeros(placement.numel)
                 if span is not None and counts:
                     full[span.start : span.stop] = tensor[span.part]
-    # Every element has one owner, so a sum is a copy.
-    for name in sorted(whole):
-        if dist.is_initialized():
-            dist.all_reduce(whole[name])
+    whole = {name: found[name] for name in sorted(found)}
+    if dist.is_initialized():
+        # Every element has one owner, so a sum is a copy.
+        together = torch.cat(list(whole.values()))
+        dist.all_reduce(together)
+        whole = dict(zip(whole, together.split([tensor.numel() for tensor in whole.values()]), strict=True))
     return whole
 
 
@@ -467,7 +477,7 @@ def hashes_by_layout(rank: int, world: int, case: Case, layouts: Sequence[str]) 
 def hash_whole(model: layerwise.DataParallel, *, gradients: bool = True) -> str:
     """A hash of what all ranks hold together, the same in every layout and on every rank. Collective."""
     whole = put_together(model)
-    return hash_tensors(whole[name] for name in sorted(whole) if gradients or not name.startswith("gradient"))
+    return hash_tensors(tensor for name, tensor in whole.items() if gradients or not name.startswith("gradient"))
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:

@@ -170,11 +170,10 @@ def test_every_rule_and_option_matches_the_oracle_bitwise(name: str) -> None:
     assert_bitwise(3, Case(hyper=RULES[name], steps=3, bucket_mib=0.002))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_sixty_steps_with_bf16_newton_schulz_match_the_oracle_bitwise(world: int) -> None:
+def test_sixty_steps_with_bf16_newton_schulz_match_the_oracle_bitwise() -> None:
     shapes = [(6, 4), (5, 9), (8, 8), (1, 7)]
     case = Case(shapes=shapes, steps=60, bucket_mib=None, hyper={"weight_decay": 0.1, "clip": 1.0})
-    assert_bitwise(world, case, LAYOUTS[:3])
+    assert_bitwise(3, case, LAYOUTS[:3])
 
 
 @pytest.mark.parametrize("matrix", ["normuon", "adamuon"])

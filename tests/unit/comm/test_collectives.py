@@ -200,10 +200,12 @@ def spread_in_pair(rank: int, world: int) -> list[float]:
     comm = Communicator(pair)
     full = torch.arange(4.0) + 10 * rank
     comm.uneven_all_gather(op("uneven_all_gather", numel=4, world=2, sent=(3, 1)), full, [1, 3]).wait()
-    comm.broadcast_parts(op("broadcast", numel=1, world=2), full, [(1, slice(0, 1))]).wait()
-    comm.broadcast(full[:1], label="x", source=0)
-    return full.tolist()
+    comm.broadcast_parts(op("broadcast", numel=1, world=2), full, [(0, slice(0, 1))]).wait()
+    last = torch.tensor([float(rank)])
+    comm.broadcast(last, label="x", source=1)
+    return [*full.tolist(), *last.tolist()]
 
 
 def test_sources_are_numbers_within_their_group() -> None:
-    assert run_ranks(4, spread_in_pair) == [[], [10.0, 31.0, 32.0, 33.0], [], [30.0, 31.0, 32.0, 33.0]]
+    found = [10.0, 31.0, 32.0, 33.0, 3.0]
+    assert run_ranks(4, spread_in_pair) == [[], found, [], found]

@@ -41,14 +41,16 @@ def refusals(rank: int, world: int) -> list[str]:
     meshes = [
         init_device_mesh("cpu", (2, 1)),
         init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")),
-        DeviceMesh("cpu", torch.tensor([0]), mesh_dim_names=("dp",)) if rank == 0 else None,
+        DeviceMesh("cpu", torch.tensor([0]), mesh_dim_names=("dp",)),
         init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)),
     ]
+    dist.barrier()  # a rank that leaves while others still connect would take them down
     return [raised(lambda mesh=mesh: check_mesh(mesh)) for mesh in meshes]  # type: ignore[misc]
 
 
 def test_a_mesh_of_other_dims_or_not_of_all_ranks_is_refused_in_words() -> None:
-    nameless, unknown, partial, fine = run_ranks(2, refusals)[0]
+    (nameless, unknown, partial, fine), other = run_ranks(2, refusals)
+    assert other == [nameless, unknown, partial, fine]
     assert nameless.startswith(
         "ValueError: mesh has the dims None: expected names out of 'pp', 'dp', 'ep'. Dense params are"
     )
@@ -77,6 +79,7 @@ def arrange(rank: int, world: int, shape: tuple[int, ...], dims: tuple[str, ...]
         assert members(domain.control) == members(domain.group)
     ties = tie_groups(groups, {"all": range(len(groups.stages))}, checked=False) if len(groups.stages) > 1 else {}
     found["ties"] = {name: (tie.rank, members(tie.group)) for name, tie in ties.items()}
+    dist.barrier()
     return found
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerwise.dtypes import DType
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import BucketPlan, BufferPlan, plan_storage
+from layerwise.layout.storage import LAYOUTS, PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, plan_storage
 from layerwise.layout.work import WorkPlan, plan_work
 from layerwise.routing.geometry import Box, collapse
 from layerwise.routing.matrices import Matrix
@@ -27,6 +27,9 @@ MANY = settings(deadline=None, derandomize=True, max_examples=100)
 
 worlds = st.integers(1, 9)
 """Ranks: with 3, 5, 6, 7 and 9, shard borders fall where powers of two never put them."""
+
+PADDED = tuple(layout for layout in LAYOUTS if layout.startswith("padded"))
+SHARDED = tuple(layout for layout in LAYOUTS if layout != "replicated")
 
 _DTYPES = (DType.FP32, DType.BF16, DType.FP16)
 
@@ -78,14 +81,22 @@ def random_param(rng: Random) -> ParamSpec:
 
 
 def named(specs: Sequence[ParamSpec], rng: Random) -> ParamTable:
-    """A table whose names do not sort in the order of registration; half of all tables have one dtype only."""
+    """A table whose names do not sort in the order of registration; half of all tables have one dtype only, a third two
+    or three chunks."""
     names = [f"layer{number}.weight" for number in range(len(specs))]
     rng.shuffle(names)
     one_dtype = rng.random() < 0.5
+    borders = sorted(rng.sample(range(len(specs)), min(len(specs), rng.choice([0, 0, 0, 0, 1, 2]))))
     return ParamTable(
         tuple(
-            replace(spec, fqn=name, dtype=specs[0].dtype if one_dtype else spec.dtype)
-            for name, spec in zip(names, specs, strict=True)
+            replace(
+                spec,
+                fqn=name,
+                dtype=specs[0].dtype if one_dtype else spec.dtype,
+                tie=spec.tie and f"{spec.tie} {number}",
+                chunk=sum(number >= border for border in borders if border),
+            )
+            for number, (name, spec) in enumerate(zip(names, specs, strict=True))
         )
     )
 
@@ -96,15 +107,27 @@ def tables(max_params: int = 10) -> st.SearchStrategy[ParamTable]:
     return seeds.map(lambda found: named([random_param(Random(seed)) for seed in found], Random(found[0])))
 
 
+def divisors(world: int) -> list[int]:
+    """Sizes that a domain inside a world may have."""
+    return [size for size in range(1, world + 1) if world % size == 0]
+
+
 @st.composite
-def plans(draw: st.DrawFn, layout: str = "flat") -> Plan:
-    """A plan with buckets and cohorts small enough that there are several of each."""
+def plans(draw: st.DrawFn, *layouts: str) -> Plan:
+    """A plan in one of these layouts, or in any, with buckets and cohorts small enough that there are several of each,
+    and with all ways to reduce and to publish. Experts live on all ranks or on some."""
+    world, layout = draw(worlds), draw(st.sampled_from(layouts or LAYOUTS))
+    reducer = draw(st.sampled_from(REDUCERS if layout != "replicated" else REDUCERS[:1]))
     return make_plan(
         draw(tables()),
-        world=draw(worlds),
+        world=world,
+        worlds={"expert": draw(st.sampled_from(divisors(world)))},
         layout=layout,
+        grad_dtype=DType.FP32 if reducer == "ordered_bf16" else draw(st.sampled_from([DType.FP32, DType.BF16])),
         bucket_numel=draw(st.sampled_from([1, 64, 200, 500, 2000])),
         cohort_numel=draw(st.sampled_from([1, 32, 200, 10_000])),
+        reducer=reducer,
+        param_sync=draw(st.sampled_from(PARAM_SYNCS)),
     )
 
 
@@ -172,8 +195,9 @@ class Worked:
 
 
 @st.composite
-def worked(draw: st.DrawFn) -> Worked:
-    """Params cut in every way, also in ways that no default rule makes, stored and assigned over a few ranks."""
+def worked(draw: st.DrawFn, *layouts: str) -> Worked:
+    """Params cut in every way, also in ways that no default rule makes, stored in any layout and assigned over a few
+    ranks."""
     world = draw(worlds)
     cuts = draw(st.lists(cut_params(), min_size=1, max_size=5))
     specs, routes = [], {}
@@ -188,7 +212,7 @@ def worked(draw: st.DrawFn) -> Worked:
         table,
         routes,
         world_by_domain={"dense": world},
-        layout="flat",
+        layout=draw(st.sampled_from(layouts or LAYOUTS)),
         bucket_numel=draw(st.sampled_from([1, 200, 1000])),
     )
     work = plan_work(buffers, routes, domain="dense", world=world, cohort_numel=draw(st.sampled_from([1, 50, 10_000])))

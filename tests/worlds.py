@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -137,7 +138,8 @@ class Case:
     hyper: dict[str, Any] = field(default_factory=dict)
     shapes: list[tuple[int, int]] | None = None
     exact: bool = True
-    check_collectives: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """More arguments of DataParallel."""
     cohort_numel: int | None = None
     """Elements per rank that travel together; None takes the default, which no small model fills."""
     sabotage: str = ""
@@ -237,12 +239,9 @@ def deliver(model: layerwise.DataParallel, grads: dict[str, Tensor], *, sync: bo
     """Hand gradients to the model as backward would: through a loss whose gradient they are."""
     params = model.engine.storage.params
     loss = sum((params[fqn] * grad.to(params[fqn].dtype)).sum() for fqn, grad in grads.items())
-    if isinstance(loss, Tensor):
-        if sync:
+    with nullcontext() if sync else model.no_sync():
+        if isinstance(loss, Tensor):
             loss.backward()
-        else:
-            with model.no_sync():
-                loss.backward()
 
 
 def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
@@ -254,7 +253,7 @@ def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
             rules=_route_rules(Hyper(**case.hyper), matrices_of(module)),
             bucket_mib=case.bucket_mib,
             grad_dtype=case.grad_dtype,
-            check_collectives=case.check_collectives,
+            **case.options,
         )
 
 
@@ -280,13 +279,15 @@ def oracle_for(module: nn.Module, hyper: Hyper) -> Oracle:
     return Oracle(trainable, matrices_of(module), hyper)
 
 
-def train_and_compare(rank: int, world: int, case: Case) -> list[str]:
-    """Run a case on this rank beside the oracle of all ranks; returns what differs, by name."""
+def train_and_compare(rank: int, world: int, case: Case, layouts: Sequence[str] = ()) -> list[str]:
+    """Run a case on this rank beside the oracle of all ranks, in its own layout or in several side by side; returns what
+    differs, by name."""
     hyper = Hyper(**case.hyper)
-    module = case.build()
-    oracle = oracle_for(module, hyper)
-    model = wrap(case, module)
-    optimizer = layerwise.Optimizer(model, **rules(hyper), count_zeros=True)
+    oracle = oracle_for(case.build(), hyper)
+    runs = []
+    for layout in layouts or (case.layout,):
+        model = wrap(replace(case, layout=layout), case.build())
+        runs.append((layout, model, layerwise.Optimizer(model, **rules(hyper), count_zeros=True)))
     shapes = {fqn: param.shape for fqn, param in oracle.params.items()}
     for step in range(case.steps):
         everyone = [
@@ -296,17 +297,33 @@ def train_and_compare(rank: int, world: int, case: Case) -> list[str]:
         oracle.step([accumulated(micros) for micros in everyone], case.grad_dtype)
         if case.sabotage == "gradient" and step == 1 and rank == 0:
             _nudge_gradient(everyone)
-        for micro, grads in enumerate(everyone[rank]):
-            deliver(model, grads, sync=micro == case.accumulation - 1)
-        found = reduced_differences(model, oracle)
-        optimizer.step()
-        optimizer.zero_grad()
-        if case.sabotage == "momentum" and step == 1:
-            nudge_state(model)
-        found += differences(model, optimizer, oracle)
-        if found:
-            return [f"rank {rank} step {step}: {text}" for text in found]
+        found = []
+        for layout, model, optimizer in runs:
+            for micro, grads in enumerate(everyone[rank]):
+                deliver(model, grads, sync=micro == case.accumulation - 1)
+            seen = reduced_differences(model, oracle)
+            optimizer.step()
+            optimizer.zero_grad()
+            if case.sabotage == "momentum" and step == 1:
+                nudge_state(model)
+            seen += differences(model, optimizer, oracle, rounds=rounds_of(model, case.accumulation))
+            found += [f"rank {rank} step {step} {layout}: {text}" for text in seen]
+        if anywhere(found):
+            return found
     return []
+
+
+def anywhere(found: Sequence[str]) -> bool:
+    """Whether any rank has found something: then all of them stop, and none of them is left waiting."""
+    flag = torch.tensor([len(found)])
+    if dist.is_initialized():
+        dist.all_reduce(flag)
+    return bool(flag)
+
+
+def rounds_of(model: layerwise.DataParallel, accumulation: int) -> int:
+    """How often gradients are reduced in a step of so many microbatches."""
+    return accumulation if model.plan.shard_grads else 1
 
 
 def _nudge_gradient(everyone: list[list[dict[str, Tensor]]]) -> None:
@@ -415,6 +432,53 @@ def _home_differences(
     return found
 
 
+def put_together(model: layerwise.DataParallel) -> dict[str, Tensor]:
+    """Whole masters, reduced gradients and state by name, from the shards of all ranks of a dense model. Collective."""
+    found: dict[str, Tensor] = {}
+    for bucket in model.engine.storage.buckets:
+        held = {"gradient": bucket.work, "master": bucket.master, **bucket.state}
+        counts = bucket.plan.num_shards > 1 or model.engine.groups.rank == 0
+        for placement in bucket.plan.placements:
+            span = bucket.span_by_fqn.get(placement.fqn)
+            for name, tensor in held.items():
+                found[f"{name} of {placement.fqn}"] = full = torch.zeros(placement.numel)
+                if span is not None and counts:
+                    full[span.start : span.stop] = tensor[span.part]
+    whole = {name: found[name] for name in sorted(found)}
+    if dist.is_initialized():
+        # Every element has one owner, so a sum is a copy.
+        together = torch.cat(list(whole.values()))
+        dist.all_reduce(together)
+        whole = dict(zip(whole, together.split([tensor.numel() for tensor in whole.values()]), strict=True))
+    return whole
+
+
+def hashes_by_layout(rank: int, world: int, case: Case, layouts: Sequence[str]) -> dict[str, str]:
+    """Train a case in each layout; one hash each of all gradients of all steps, and of masters and state after them."""
+    hyper, found = Hyper(**case.hyper), {}
+    for layout in layouts:
+        model = wrap(replace(case, layout=layout), case.build())
+        optimizer = layerwise.Optimizer(model, **rules(hyper))
+        shapes = {fqn: param.shape for fqn, param in model.engine.storage.params.items()}
+        digest = hashlib.sha256()
+        for step in range(case.steps):
+            for micro in range(case.accumulation):
+                grads = _gradients(case, shapes, rank, step, micro)
+                deliver(model, grads, sync=micro == case.accumulation - 1)
+            model.engine.reducer.finish()
+            digest.update(hash_whole(model).encode())
+            optimizer.step()
+        digest.update(hash_whole(model, gradients=False).encode())
+        found[layout] = digest.hexdigest()
+    return found
+
+
+def hash_whole(model: layerwise.DataParallel, *, gradients: bool = True) -> str:
+    """A hash of what all ranks hold together, the same in every layout and on every rank. Collective."""
+    whole = put_together(model)
+    return hash_tensors(tensor for name, tensor in whole.items() if gradients or not name.startswith("gradient"))
+
+
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
     """SHA-256 over the bytes of tensors, in order."""
     digest = hashlib.sha256()
@@ -426,13 +490,15 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
 
 
 def hash_everything(optimizer: layerwise.Optimizer) -> str:
-    """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them."""
-    storage, module = optimizer._engine.storage, optimizer._engine.chunks[0]
+    """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them. Not of
+    how it was asked for: runs with another reducer can be compared."""
+    storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
     tensors: list[Tensor] = []
     for bucket in storage.buckets:
         tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]
     for param in storage.params.values():
         tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
-    frozen = [param for param in module.parameters() if not param.requires_grad]
-    counters = json.dumps(optimizer.state_dict()["layerwise"], sort_keys=True, default=repr)
+    frozen = [param for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
+    extra = {name: value for name, value in optimizer.state_dict()["layerwise"].items() if name != "plan"}
+    counters = json.dumps(extra, sort_keys=True, default=repr)
     return hashlib.sha256((hash_tensors([*tensors, *frozen]) + counters).encode()).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.worlds import (
     gradient,
     hash_everything,
     hash_tensors,
+    hash_whole,
     net_loss,
     oracle_for,
     rules,
@@ -42,6 +44,11 @@ class Setting:
     dtype: torch.dtype = torch.float32
     bucket_mib: float | None = 0.0001
     options: tuple[tuple[str, Any], ...] = ()
+    """More arguments of the optimizer."""
+    wrapping: tuple[tuple[str, Any], ...] = ()
+    """More arguments of DataParallel."""
+    whole: bool = False
+    """Hash what all ranks hold together, which no layout changes, and not what this one holds."""
 
 
 def net_and_optimizer(setting: Setting) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
@@ -51,6 +58,7 @@ def net_and_optimizer(setting: Setting) -> tuple[layerwise.DataParallel, layerwi
         layout=setting.layout,
         overlap_grad_reduce=setting.overlap,
         bucket_mib=setting.bucket_mib,
+        **dict(setting.wrapping),
     )
     hyper = Hyper(ns_dtype=torch.float32, weight_decay=0.1, clip=1.0)
     return model, layerwise.Optimizer(model, **{**rules(hyper), **dict(setting.options)})
@@ -71,19 +79,26 @@ def follow(rank: int, world: int, actions: Sequence[Action], setting: Setting) -
                 with model.no_sync():
                     net_loss(model, rank, *data).backward()
             case "partial":  # `last` and `norm` get no gradient, but on rank 0
-                loss = (
-                    net_loss(model, rank, *data) if rank == 0 else model.module.first(torch.ones(2, 6)).square().mean()
-                )
-                loss.backward()
+                _partial_loss(model, rank, data).backward()
+            case "partial accumulate":
+                with model.no_sync():
+                    _partial_loss(model, rank, data).backward()
             case "idle":  # only rank 0 has data
                 if rank == 0:
                     net_loss(model, rank, *data).backward()
+            case "idle accumulate":
+                with model.no_sync():
+                    if rank == 0:
+                        net_loss(model, rank, *data).backward()
             case "failing forward":
                 _fail_once(model.module.norm, backward=False)
                 seen.append(_fails(model, rank, data))
             case "failing backward":
                 _fail_once(model.module.first, backward=True)
                 seen.append(_fails(model, rank, data))
+            case "failing accumulate":
+                _fail_once(model.module.first, backward=True)
+                seen.append(_fails(model, rank, data, sync=False))
             case "zero_grad":
                 optimizer.zero_grad()
             case "model.zero_grad":
@@ -101,7 +116,8 @@ def follow(rank: int, world: int, actions: Sequence[Action], setting: Setting) -
                 model.train()
             case "step":
                 optimizer.step()
-                seen.append(f"{'skipped' if optimizer.stats.skipped else 'stepped'} {hash_everything(optimizer)}")
+                state = hash_whole(model, gradients=False) if setting.whole else hash_everything(optimizer)
+                seen.append(f"{'skipped' if optimizer.stats.skipped else 'stepped'} {state}")
     return seen
 
 
@@ -121,9 +137,14 @@ def _fail_once(module: nn.Module, *, backward: bool) -> None:
     handle = module.register_forward_hook(hook)
 
 
-def _fails(model: layerwise.DataParallel, rank: int, data: list[int]) -> str:
+def _partial_loss(model: layerwise.DataParallel, rank: int, data: list[int]) -> Tensor:
+    return net_loss(model, rank, *data) if rank == 0 else model.module.first(torch.ones(2, 6)).square().mean()
+
+
+def _fails(model: layerwise.DataParallel, rank: int, data: list[int], *, sync: bool = True) -> str:
     try:
-        net_loss(model, rank, *data).backward()
+        with nullcontext() if sync else model.no_sync():
+            net_loss(model, rank, *data).backward()
     except FloatingPointError:
         return "failed"
     return "did not fail"
@@ -166,49 +187,6 @@ def real_network_against_oracle(
         if found:
             return [f"rank {rank} step {step}: {text}" for text in found]
     return []
-
-
-def layouts_differ_in(rank: int, world: int, exact: bool, steps: int = 2) -> list[str]:
-    """Train `flat` and `replicated` on the same gradients; which reduced gradients and momenta of this rank's shards differ?"""
-    runs = []
-    for layout in ("flat", "replicated"):
-        case = Case(layout=layout, exact=exact)
-        model = wrap(case, case.build())
-        runs.append((model, layerwise.Optimizer(model, **rules(Hyper()))))
-    found: list[str] = []
-    for step in range(steps):
-        for model, _ in runs:
-            params = model.engine.storage.params
-            deliver(
-                model, {fqn: gradient(fqn, p.shape, rank, step, 0, exact=exact) for fqn, p in params.items()}, sync=True
-            )
-            model.engine.reducer.finish()
-        found += _shard_differences(runs[0][0], runs[1][0], "reduced gradient")
-        for _, optimizer in runs:
-            optimizer.step()
-        found += _shard_differences(runs[0][0], runs[1][0], "momentum")
-    return found
-
-
-def _shard_differences(sharded: layerwise.DataParallel, whole: layerwise.DataParallel, what: str) -> list[str]:
-    def tensor(bucket: Any) -> Tensor | None:
-        return bucket.grad_shard if what == "reduced gradient" else bucket.state.get(what)
-
-    everything = {
-        span.fqn: values[span.shard_offset : span.shard_offset + span.numel]
-        for bucket in whole.engine.storage.buckets
-        for span in bucket.spans
-        if (values := tensor(bucket)) is not None
-    }
-    return [
-        f"{what} of {span.fqn}"
-        for bucket in sharded.engine.storage.buckets
-        for span in bucket.spans
-        if (values := tensor(bucket)) is not None
-        and not torch.equal(
-            values[span.shard_offset : span.shard_offset + span.numel], everything[span.fqn][span.start : span.stop]
-        )
-    ]
 
 
 def owned(rank: int, world: int, case: Case) -> tuple[int, int]:

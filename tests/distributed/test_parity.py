@@ -1,11 +1,12 @@
-"""flat == replicated == single-process oracle, bitwise: gradients, momenta, masters, replicas, norms, zero counts and bytes sent.
+"""Every layout == single-process oracle, bitwise: gradients, momenta, masters, replicas, norms, zero counts and bytes sent.
 
 Gradients are exact in any order of summation (`tests.worlds`), so no tolerance is needed anywhere. Controls at the end show that the comparison can fail.
+Experts, stages, chunks, ties and reducers are in `test_layouts`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -16,7 +17,6 @@ from tests.distributed.jobs import (
     Action,
     Setting,
     follow,
-    layouts_differ_in,
     owned,
     real_network_against_oracle,
 )
@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.worlds import Case, train_and_compare, wrap
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LAYOUTS = ("flat", "replicated")
+LAYOUTS = ("flat", "padded", "compact", "replicated")
 
 # (world, case): models, dtypes, accumulation, missing gradients, bucket sizes.
 WORLDS: dict[str, tuple[int, Case]] = {
@@ -154,28 +154,26 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_bitwise(world: int, case: Case) -> None:
-    found = [text for texts in run_ranks(world, train_and_compare, case) for text in texts]
+def assert_bitwise(world: int, case: Case, layouts: Sequence[str] = LAYOUTS) -> None:
+    """All layouts side by side on the same ranks, each of them against the same oracle."""
+    found = [text for texts in run_ranks(world, train_and_compare, case, layouts) for text in texts]
     assert not found, "\n".join(found[:10])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_world_and_dtype_matches_the_oracle_bitwise(name: str, layout: str) -> None:
-    world, case = WORLDS[name]
-    assert_bitwise(world, replace(case, layout=layout))
+def test_every_world_and_dtype_matches_the_oracle_bitwise(name: str) -> None:
+    assert_bitwise(*WORLDS[name])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_and_option_matches_the_oracle_bitwise(name: str, layout: str) -> None:
-    assert_bitwise(3, Case(layout=layout, hyper=RULES[name], steps=3, bucket_mib=0.002))
+def test_every_rule_and_option_matches_the_oracle_bitwise(name: str) -> None:
+    assert_bitwise(3, Case(hyper=RULES[name], steps=3, bucket_mib=0.002))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_sixty_steps_with_bf16_newton_schulz_match_the_oracle_bitwise(world: int) -> None:
+def test_sixty_steps_with_bf16_newton_schulz_match_the_oracle_bitwise() -> None:
     shapes = [(6, 4), (5, 9), (8, 8), (1, 7)]
-    assert_bitwise(world, Case(shapes=shapes, steps=60, bucket_mib=None, hyper={"weight_decay": 0.1, "clip": 1.0}))
+    case = Case(shapes=shapes, steps=60, bucket_mib=None, hyper={"weight_decay": 0.1, "clip": 1.0})
+    assert_bitwise(3, case, LAYOUTS[:3])
 
 
 @pytest.mark.parametrize("matrix", ["normuon", "adamuon"])
@@ -184,8 +182,12 @@ def test_second_moments_of_equal_shapes_in_different_cohorts_stay_apart(matrix: 
     assert_bitwise(2, Case(shapes=shapes, cohort_numel=16, hyper={"matrix": matrix}))
 
 
+def test_the_packings_of_others_match_the_oracle_bitwise() -> None:
+    assert_bitwise(3, Case(dtype=BF16, steps=2), ("padded:reference", "padded:reference-numel", "auto"))
+
+
 def test_checked_collectives_change_nothing() -> None:
-    assert_bitwise(3, Case(check_collectives=True, steps=2))
+    assert_bitwise(3, Case(options={"check_collectives": True}, steps=2))
 
 
 def test_small_cohorts_are_really_many() -> None:
@@ -193,8 +195,9 @@ def test_small_cohorts_are_really_many() -> None:
     assert wrap(case, case.build()).plan.works[0].num_cohorts >= 4
 
 
-def test_ranks_that_own_nothing_and_are_home_to_nothing_exist_in_these_tests() -> None:
-    owners = run_ranks(8, owned, Case(model="few"))
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+def test_ranks_that_own_nothing_and_are_home_to_nothing_exist_in_these_tests(layout: str) -> None:
+    owners = run_ranks(8, owned, Case(model="few", layout=layout))
     assert any(numel == 0 for numel, _ in owners)
     assert any(homed == 0 for _, homed in owners)
     assert any(numel > 0 for numel, _ in owners)
@@ -223,8 +226,17 @@ def finals(seen: list[list[str]]) -> list[str]:
     return [texts[-1] for texts in seen]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "plain", "reentrant"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "checkpointing"),
+    [
+        ("flat", "none"),
+        ("flat", "reentrant"),
+        ("padded", "plain"),
+        ("compact", "reentrant"),
+        ("compact", "none"),
+        ("replicated", "plain"),
+    ],
+)
 def test_reduction_during_backward_gives_the_same_bits_as_reduction_after_it(layout: str, checkpointing: str) -> None:
     actions = train(range(5))
     overlapped = outcomes(actions, layout=layout, checkpointing=checkpointing)
@@ -319,26 +331,29 @@ def test_a_second_backward_does_not_wait_for_ranks_that_have_not_reduced_yet() -
     assert outcomes(twice) == outcomes(twice, overlap=False)
 
 
-def random_actions(seed: int, length: int = 14) -> list[Action]:
+KINDS = [
+    "backward",
+    "backward",
+    "accumulate",
+    "partial",
+    "eval",
+    "metric",
+    "zero_grad",
+    "failing forward",
+    "failing backward",
+    "step",
+    "step",
+]
+MORE_KINDS = [*KINDS, "accumulate", "partial accumulate", "idle accumulate", "failing accumulate"]
+
+
+def random_actions(seed: int, kinds: list[str], length: int = 14) -> list[Action]:
     """Microbatches, failures, forgotten gradients, evaluations and steps in any order; after a failure gradients are forgotten, as they must be."""
     random = Random(seed)
-    kinds = [
-        "backward",
-        "backward",
-        "accumulate",
-        "partial",
-        "eval",
-        "metric",
-        "zero_grad",
-        "failing forward",
-        "failing backward",
-        "step",
-        "step",
-    ]
     actions: list[Action] = [("backward", 0), ("step",)]
     for number in range(1, length):
         kind = random.choice(kinds)
-        takes_data = kind in ("backward", "accumulate", "partial") or kind.startswith("failing")
+        takes_data = kind not in ("eval", "metric", "zero_grad", "step")
         actions.append((kind, number) if takes_data else (kind,))
         if kind.startswith("failing"):
             actions.append((random.choice(["zero_grad", "model.zero_grad"]),))
@@ -347,17 +362,35 @@ def random_actions(seed: int, length: int = 14) -> list[Action]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_sequence_of_actions_gives_the_same_bits_with_and_without_overlap(seed: int) -> None:
-    actions = random_actions(seed)
-    layout = LAYOUTS[seed % 2]
+    actions = random_actions(seed, KINDS)
+    layout = LAYOUTS[seed % len(LAYOUTS)]
     assert outcomes(actions, layout=layout) == outcomes(actions, layout=layout, overlap=False)
 
 
-def test_control_gaussian_gradients_differ_between_layouts_and_exact_ones_do_not() -> None:
-    assert any(run_ranks(3, layouts_differ_in, False)), "Gaussian gradients came out equal: the comparison sees nothing"
-    assert not any(run_ranks(3, layouts_differ_in, True))
+# What a run may be asked for without a change of bits, in turn.
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("flat", {"shard_grads": True}),
+    ("compact", {"reducer": "ordered"}),
+    ("padded", {"shard_grads": True}),
+    ("compact", {"shard_grads": True, "reducer": "ordered"}),
+    ("padded", {"param_sync": "broadcast"}),
+    ("flat", {"shard_grads": True, "reducer": "ordered"}),
+    ("compact", {"param_sync": "broadcast"}),
+    ("padded", {"reducer": "ordered"}),
+]
+
+
+@pytest.mark.parametrize("seed", range(len(WAYS)))
+def test_any_sequence_of_actions_gives_the_same_bits_in_any_layout_and_by_any_reducer(seed: int) -> None:
+    actions = random_actions(100 + seed, MORE_KINDS)
+    layout, wrapping = WAYS[seed]
+    expected = outcomes(actions, layout="replicated", overlap=False, whole=True)
+    assert outcomes(actions, layout=layout, wrapping=tuple(wrapping.items()), whole=True) == expected
 
 
 @pytest.mark.parametrize("sabotage", ["momentum", "gradient"])
-def test_control_one_ulp_in_the_library_run_is_seen(sabotage: str) -> None:
-    found = [text for texts in run_ranks(2, train_and_compare, Case(sabotage=sabotage, steps=2)) for text in texts]
-    assert any(sabotage in text for text in found), found
+def test_control_one_ulp_in_the_library_run_is_seen_in_every_layout(sabotage: str) -> None:
+    case = Case(sabotage=sabotage, steps=2)
+    found = [text for texts in run_ranks(2, train_and_compare, case, LAYOUTS) for text in texts]
+    for layout in LAYOUTS:
+        assert any(sabotage in text and f" {layout}:" in text for text in found), found

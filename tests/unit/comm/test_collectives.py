@@ -36,6 +36,10 @@ def test_one_rank_takes_the_same_path_and_sends_nothing() -> None:
     assert torch.equal(alone.all_gather(op("all_gather"), values, torch.zeros(12)).wait(), values)
     nothing = torch.zeros(0)
     assert alone.all_to_all(op("all_to_all", numel=0, sent=(0,)), nothing, nothing, [0], [0]).wait().numel() == 0
+    whole = alone.uneven_all_gather(op("uneven_all_gather", sent=(0,)), values.clone(), [12]).wait()
+    assert torch.equal(whole, values)
+    parts = [(0, slice(0, 5)), (0, slice(5, 12))]
+    assert torch.equal(alone.broadcast_parts(op("broadcast"), values.clone(), parts).wait(), values)
     alone.broadcast(values, label="bucket 7")
     assert set(alone.sent_nbytes.values()) == {0}
 
@@ -66,6 +70,30 @@ WRONG_CALLS: dict[str, tuple[Callable[[Communicator], object], str]] = {
         r"shape \(12,\) is not contiguous. Pass a contiguous tensor",
     ),
     "a strided shard": (lambda comm: comm.all_gather(op("all_gather"), ones(24)[::2], ones()), "is not contiguous"),
+    "a bucket of another size in an uneven gather": (
+        lambda comm: comm.uneven_all_gather(op("uneven_all_gather", sent=(0,)), ones(11), [11]),
+        "the schedule has 12 elements, the tensor 11",
+    ),
+    "a bucket of another dtype in an uneven gather": (
+        lambda comm: comm.uneven_all_gather(op("uneven_all_gather", sent=(0,)), ones(dtype=torch.float16), [12]),
+        "dtype fp32, the tensor torch.float16",
+    ),
+    "a strided bucket in an uneven gather": (
+        lambda comm: comm.uneven_all_gather(op("uneven_all_gather", sent=(0,)), ones(24)[::2], [12]),
+        "is not contiguous",
+    ),
+    "an even gather where an uneven one is due": (
+        lambda comm: comm.all_gather(op("uneven_all_gather", sent=(0,)), ones(), ones()),
+        "the schedule has a uneven_all_gather here, the call is a all_gather",
+    ),
+    "parts of another dtype": (
+        lambda comm: comm.broadcast_parts(op("broadcast"), ones(dtype=torch.float16), [(0, slice(0, 12))]),
+        "dtype fp32, the tensor torch.float16",
+    ),
+    "an all-to-all that sends more than was planned": (
+        lambda comm: comm.all_to_all(op("all_to_all", sent=(0,)), ones(), ones(), [11, 1], [12]),
+        "the schedule has 0 elements, the tensor 1",
+    ),
     "splits that miss elements": (
         lambda comm: comm.all_to_all(op("all_to_all", sent=(0,)), ones(), ones(), [12], [11]),
         "splits 12 and 11 do not match tensors of 12 and 12 elements",
@@ -131,3 +159,53 @@ def test_one_process_agrees_with_itself_and_keeps_its_own_errors() -> None:
     assert derive_together(NO_GROUPS, "plans", lambda: 7, lambda _: {}) == 7
     with pytest.raises(ZeroDivisionError):
         derive_together(NO_GROUPS, "plans", lambda: 1 // 0, lambda _: {})
+
+
+STRETCHES = [5, 0, 7]
+PARTS = [(2, slice(0, 4)), (0, slice(4, 5)), (2, slice(6, 12))]
+"""Who sends what; element 5 is padding that nobody sends."""
+
+
+def spread(
+    rank: int, world: int, dtype: torch.dtype
+) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
+    """Every rank's own values into its stretch, and into its parts; what all of them end with, and what was counted."""
+    comm = Communicator(dist.group.WORLD)
+    plain = DType.FP32 if dtype == torch.float32 else DType.BF16
+    sent = tuple(NUMEL - STRETCHES[(other + 1) % world] for other in range(world))
+    gather = op("uneven_all_gather", dtype=plain, world=world, sent=sent)
+    send = op("broadcast", dtype=plain, numel=11, world=world)
+    full = (torch.arange(NUMEL) + 100 * rank).to(dtype)
+    gathered = comm.uneven_all_gather(gather, full, STRETCHES).wait()
+    assert gathered.data_ptr() == full.data_ptr()  # in place
+    parts = comm.broadcast_parts(send, (torch.arange(NUMEL) + 100 * rank).to(dtype), PARTS).wait()
+    predicted = {"uneven_all_gather": gather.nbytes(rank), "broadcast": send.nbytes(rank)}
+    return gathered.float().tolist(), parts.float().tolist(), dict(comm.sent_nbytes), predicted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uneven_stretches_and_single_parts_reach_all_ranks_also_those_that_own_nothing(dtype: torch.dtype) -> None:
+    for rank, (gathered, parts, counted, predicted) in enumerate(run_ranks(3, spread, dtype)):
+        assert gathered == [0, 1, 2, 3, 4, *(200 + index for index in range(5, 12))]
+        own = 100 * rank + 5
+        assert parts == [200, 201, 202, 203, 4, own, *(200 + index for index in range(6, 12))]
+        assert counted == predicted
+
+
+def spread_in_pair(rank: int, world: int) -> list[float]:
+    """In a group whose numbers are not those of the world."""
+    pair = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return []
+    comm = Communicator(pair)
+    full = torch.arange(4.0) + 10 * rank
+    comm.uneven_all_gather(op("uneven_all_gather", numel=4, world=2, sent=(3, 1)), full, [1, 3]).wait()
+    comm.broadcast_parts(op("broadcast", numel=1, world=2), full, [(0, slice(0, 1))]).wait()
+    last = torch.tensor([float(rank)])
+    comm.broadcast(last, label="x", source=1)
+    return [*full.tolist(), *last.tolist()]
+
+
+def test_sources_are_numbers_within_their_group() -> None:
+    found = [10.0, 31.0, 32.0, 33.0, 3.0]
+    assert run_ranks(4, spread_in_pair) == [[], found, [], found]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import layerwise
 from layerwise.dtypes import DType
-from layerwise.layout.plan import Plan, first_difference, make_plan, resolve_layout
+from layerwise.layout.plan import Plan, compare_plans, first_difference, make_plan, resolve_layout
 from layerwise.layout.storage import plan_storage
 from layerwise.layout.work import plan_work
 from layerwise.routing.rules import RouteRule
@@ -58,9 +58,9 @@ def small_table() -> ParamTable:
     return ParamTable(tuple(replace(param, dtype=DType.BF16) for param in params))
 
 
-def small_plan(**changes: object) -> Plan:
+def small_plan(params: tuple[ParamSpec, ...] | None = None, **changes: object) -> Plan:
     settings: dict[str, object] = {"world": 4, "layout": "flat", "bucket_numel": 3000, **changes}
-    return make_plan(small_table(), **settings)  # type: ignore[arg-type]
+    return make_plan(ParamTable(params or small_table().params), **settings)  # type: ignore[arg-type]
 
 
 def test_equal_input_gives_an_equal_plan_and_digest() -> None:
@@ -72,7 +72,12 @@ def test_equal_input_gives_an_equal_plan_and_digest() -> None:
 @given(plans())
 def test_a_plan_made_again_from_a_copy_of_its_table_is_equal(plan: Plan) -> None:
     copies = [
-        make_plan(ParamTable(tuple(replace(param) for param in plan.table)), world=plan.world, bucket_numel=200)
+        make_plan(
+            ParamTable(tuple(replace(param) for param in plan.table)),
+            world=plan.world,
+            layout=plan.layout,
+            bucket_numel=200,
+        )
         for _ in range(2)
     ]
     assert copies[0] == copies[1]
@@ -84,14 +89,14 @@ def test_a_plan_made_again_from_a_copy_of_its_table_is_equal(plan: Plan) -> None
 def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_buffers(plan: Plan, rng: Random) -> None:
     shuffled_routes = dict(rng.sample(sorted(plan.routes.items()), len(plan.routes)))
     shuffled_buffers = rng.sample(plan.buffers, len(plan.buffers))
-    worlds = {param.domain: plan.world for param in plan.table}
+    shuffled_worlds = dict(rng.sample(sorted(plan.world_by_domain.items()), len(plan.world_by_domain)))
     storage = [
-        plan_storage(plan.table, routes, world_by_domain=worlds, layout="flat", bucket_numel=300)
-        for routes in (plan.routes, shuffled_routes)
+        plan_storage(plan.table, routes, world_by_domain=worlds, layout=str(plan.layout), bucket_numel=300)
+        for routes, worlds in ((plan.routes, plan.world_by_domain), (shuffled_routes, shuffled_worlds))
     ]
     assert storage[0] == storage[1]
-    for domain in worlds:
-        settings = {"domain": domain, "world": plan.world, "cohort_numel": 200}
+    for domain, world in plan.world_by_domain.items():
+        settings = {"domain": domain, "world": world, "cohort_numel": 200}
         assert plan_work(plan.buffers, plan.routes, **settings) == plan_work(
             shuffled_buffers, shuffled_routes, **settings
         )
@@ -101,6 +106,13 @@ def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_buffers(plan: 
     "changed",
     [
         lambda: small_plan(layout="replicated"),
+        lambda: small_plan(layout="padded"),
+        lambda: small_plan(layout="compact"),
+        lambda: small_plan(reducer="ordered"),
+        lambda: small_plan(param_sync="broadcast"),
+        lambda: small_plan(shard_grads=True),
+        lambda: small_plan(worlds={"expert": 2}),
+        lambda: small_plan(ranks=8),
         lambda: small_plan(world=5),
         lambda: small_plan(bucket_numel=6000),
         lambda: small_plan(cohort_numel=64),
@@ -108,14 +120,21 @@ def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_buffers(plan: 
         lambda: small_plan(rules=[RouteRule(pattern="blocks.0.out.*", to="other")]),
         lambda: small_plan(rules=[RouteRule(pattern="blocks.0.out.*", to="matrix", options={"lr": 0.1})]),
         lambda: small_plan(rules=[RouteRule(pattern="blocks.0.qkv.*", to="matrix", row_blocks=(16, 32, 16))]),
-        lambda: make_plan(ParamTable(small_table().params[::-1]), world=4, bucket_numel=3000),
-        lambda: make_plan(ParamTable(small_table().params[:-1]), world=4, bucket_numel=3000),
-        lambda: make_plan(
-            ParamTable(tuple(replace(p, dtype=DType.FP32) for p in small_table())), world=4, bucket_numel=3000
-        ),
+        lambda: small_plan(small_table().params[::-1]),
+        lambda: small_plan(small_table().params[:-1]),
+        lambda: small_plan(tuple(replace(param, dtype=DType.FP32) for param in small_table())),
+        lambda: small_plan((replace(small_table().params[0], tie="embedding"), *small_table().params[1:])),
+        lambda: small_plan((*small_table().params[:4], *(replace(p, chunk=1) for p in small_table().params[4:]))),
     ],
     ids=[
-        "layout",
+        "layout replicated",
+        "layout padded",
+        "layout compact",
+        "reducer",
+        "param sync",
+        "sharded gradients",
+        "expert world",
+        "ranks",
         "world",
         "bucket size",
         "cohort size",
@@ -126,6 +145,8 @@ def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_buffers(plan: 
         "order",
         "params",
         "dtype",
+        "tie",
+        "chunk",
     ],
 )
 def test_any_change_changes_the_digest_and_the_difference_is_named(changed: Callable[[], Plan]) -> None:
@@ -137,8 +158,9 @@ def test_any_change_changes_the_digest_and_the_difference_is_named(changed: Call
 def test_homes_and_digest_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from tests.unit.layout.test_plan import small_plan; from layerwise.planner.presets import preset; "
-        "from layerwise.layout.plan import make_plan; "
-        "print(small_plan().digest, make_plan(preset('gpt2'), world=7).digest)"
+        "from layerwise.layout.plan import compare_plans; "
+        "plans = compare_plans(preset('gpt2'), ['padded', 'compact', 'auto'], world=7); "
+        "print(small_plan().digest, *(plan.digest for plan in plans.values()))"
     )
     path = os.pathsep.join([str(Path(layerwise.__file__).parents[1]), str(ROOT)])
     printed = {
@@ -167,7 +189,7 @@ def test_the_first_difference_names_the_param_whose_route_differs() -> None:
 
 
 def test_the_first_difference_names_a_param_that_one_rank_lacks() -> None:
-    theirs = make_plan(ParamTable(small_table().params[:-1]), world=4, layout="flat", bucket_numel=3000)
+    theirs = small_plan(small_table().params[:-1])
     assert (
         first_difference(small_plan().to_json(), theirs.to_json())
         == "plan, routes: 'old.weight' is only on one of them"
@@ -221,13 +243,11 @@ def test_a_route_is_found_under_an_alias() -> None:
     assert plan.route("head.weight") is plan.route("wte.weight")
 
 
-def test_auto_chooses_for_every_buffer_and_says_why() -> None:
+def test_auto_is_the_default_and_the_name_of_no_layout_of_a_buffer() -> None:
     assert resolve_layout("auto") == "auto"
     plan = make_plan(small_table(), world=2)
-    assert {choice.buffer.family for choice in plan.choices} == {"matrix", "other"}
-    for choice in plan.choices:
-        buffer = next(found for found in plan.buffers if found.key.family == choice.buffer.family)
-        assert buffer.key.layout == choice.layout
+    assert plan.layout == "auto"
+    assert all(buffer.key.layout in ("flat", "padded", "compact") for buffer in plan.buffers)
     assert "chose" in plan.describe()
 
 
@@ -240,12 +260,102 @@ def test_auto_chooses_for_every_buffer_and_says_why() -> None:
             "layout 'zero' is unknown. Known: auto, compact, flat, padded, padded:reference, padded:reference-numel, replicated.",
         ),
         ({"world": 0}, "world must be at least 1, got 0."),
+        ({"worlds": {"expert": 0}}, "world of domain 'expert' must be at least 1, got 0."),
+        (
+            {"worlds": {"expert": 3}},
+            "domain 'expert' has 3 ranks, the dense params have 4: expected a number that divides theirs, so that every rank "
+            "holds an equal part of it.",
+        ),
+        (
+            {"reducer": "order"},
+            "reducer must be one of collective, ordered, ordered_bf16, got 'order'. Did you mean 'ordered'?",
+        ),
+        ({"param_sync": 3}, "param_sync must be one of gather, broadcast, got 3."),
         ({"bucket_numel": 0}, "the bucket size must be at least one element, got 0."),
     ],
 )
 def test_a_plan_that_cannot_be_says_why(changes: dict[str, object], expected: str) -> None:
     with pytest.raises(ValueError, match=re.escape(expected)):
         small_plan(**changes)
+
+
+def test_a_layout_that_is_no_name_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"layout must be one of auto, flat, .*, got 3"):
+        resolve_layout(3)
+
+
+REFUSED = [
+    (
+        {"layout": "replicated", "reducer": "ordered"},
+        "reducer='ordered' with layout 'replicated' (buffer dense/matrix/bf16/replicated): an ordered sum arrives at the one rank "
+        "that owns a shard, and here every rank needs it. Use layout='flat', or reducer='collective'.",
+    ),
+    (
+        {"layout": "compact", "shard_grads": True},
+        "shard_grads=True with layout 'compact' (buffer dense/matrix/bf16/compact): its gradients are all-reduced, so every rank "
+        "keeps all of them. Use layout='flat' or 'padded', or reducer='ordered' with 'compact'.",
+    ),
+    (
+        {"layout": "replicated", "shard_grads": True},
+        "shard_grads=True with layout 'replicated' (buffer dense/matrix/bf16/replicated): its gradients are all-reduced",
+    ),
+    (
+        {"reducer": "ordered_bf16", "grad_dtype": DType.BF16},
+        "reducer='ordered_bf16' with grad_dtype bf16: it rounds fp32 gradients to bf16 for the wire. Use reducer='ordered', which "
+        "sends gradients as they are, or grad_dtype fp32.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), REFUSED, ids=lambda value: " ".join(value) if value else "")
+def test_what_cannot_be_combined_is_refused_with_an_alternative(changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        small_plan(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "flat", "reducer": "ordered"},
+        {"layout": "flat", "shard_grads": True},
+        {"layout": "compact", "shard_grads": True, "reducer": "ordered"},
+        {"layout": "replicated", "reducer": "ordered", "world": 1},
+        {"layout": "compact", "shard_grads": True, "world": 1},
+        {"reducer": "ordered_bf16"},
+    ],
+    ids=str,
+)
+def test_the_alternatives_that_refusals_name_are_accepted_and_one_rank_may_combine_all(
+    changes: dict[str, object],
+) -> None:
+    assert small_plan(**changes).buckets
+
+
+def test_auto_never_chooses_what_cannot_be_combined_with_the_rest() -> None:
+    for world in (2, 4, 8):
+        plan = make_plan(small_table(), world=world, shard_grads=True)
+        assert all(bucket.reducer == "reduce_scatter" for bucket in plan.buckets)
+        assert all(score.layout != "compact" for choice in plan.choices for score in choice.scores)
+
+
+def test_plans_compared_at_once_are_the_plans_made_one_by_one() -> None:
+    layouts = ["auto", "flat", "padded", "compact", "replicated"]
+    together = compare_plans(small_table(), layouts, world=4, bucket_numel=3000)
+    assert list(together) == layouts
+    for layout, plan in together.items():
+        assert plan == small_plan(layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "leased"), [("flat", {"matrix", "other"}), ("padded", {"matrix", "other"}), ("replicated", set())]
+)
+def test_full_gradients_are_leased_where_gradients_are_sharded_and_that_was_asked_for(
+    layout: str, leased: set[str]
+) -> None:
+    for shard_grads in (True, False):
+        plan = small_plan(layout=layout, shard_grads=shard_grads and layout != "replicated", worlds={"expert": 1})
+        found = {(buffer.key.domain, buffer.key.family) for buffer in plan.buffers if plan.leases_grads(buffer)}
+        assert found == ({("dense", family) for family in leased} if shard_grads else set())
 
 
 def test_a_model_without_trainable_params_has_an_empty_plan() -> None:

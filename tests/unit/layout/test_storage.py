@@ -2,15 +2,17 @@ import itertools
 import math
 from collections import defaultdict
 from dataclasses import replace
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.dtypes import DType
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import default_bucket_numel
+from layerwise.layout.storage import LAYOUTS, BucketPlan, BufferPlan, default_bucket_numel
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
-from tests.strategies import LIGHT, plans, tables, worlds
+from tests.strategies import LIGHT, PADDED, SHARDED, plans, tables, worlds
 
 
 def intervals_by_param(plan: Plan) -> dict[str, list[tuple[int, int]]]:
@@ -23,15 +25,82 @@ def intervals_by_param(plan: Plan) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
+def holders_of(plan: Plan) -> dict[str, list[int]]:
+    """The shards that hold something of each param, from the spans alone."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for bucket in plan.buckets:
+        for shard in range(bucket.num_shards):
+            for span in bucket.spans(shard):
+                found[span.fqn].append(shard)
+    return found
+
+
+def buckets_of(plan: Plan) -> list[tuple[BufferPlan, BucketPlan]]:
+    return [(buffer, bucket) for buffer in plan.buffers for bucket in buffer.buckets]
+
+
 @LIGHT
-@given(st.one_of(plans("flat"), plans("replicated")))
-def test_every_element_of_every_trainable_param_has_exactly_one_span(plan: Plan) -> None:
+@given(plans())
+def test_every_element_of_every_trainable_param_has_exactly_one_owner(plan: Plan) -> None:
     found = intervals_by_param(plan)
     trainable = [param for param in plan.table if param.trainable and param.numel]
     assert set(found) == {param.fqn for param in trainable}
     for param in trainable:
         spans = sorted(found[param.fqn])
         assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), param.numel]
+
+
+@LIGHT
+@given(plans(*PADDED, "compact"))
+def test_no_param_of_matrices_crosses_a_shard_where_the_layout_keeps_them_whole(plan: Plan) -> None:
+    holders = holders_of(plan)
+    for buffer, bucket in buckets_of(plan):
+        assert bucket.whole == (buffer.key.family == "matrix")
+        for placement in bucket.placements if bucket.whole else ():
+            assert len(holders[placement.fqn]) == (1 if placement.numel else 0)
+
+
+@LIGHT
+@given(plans(*PADDED, "compact"))
+def test_where_params_are_whole_the_rank_that_holds_a_matrix_is_its_home_and_nothing_moves(plan: Plan) -> None:
+    holders = holders_of(plan)
+    for work in plan.works:
+        for item in work.items:
+            assert plan.world_by_domain[work.domain] == 1 or [item.home] == holders[item.matrix.fqn]
+    assert not any(op.phase in ("exchange", "return") for op in plan.schedule(stats_numel=1).ops)
+
+
+@LIGHT
+@given(plans())
+def test_shards_of_a_bucket_follow_one_another_and_cover_it(plan: Plan) -> None:
+    for buffer, bucket in buckets_of(plan):
+        world = plan.world_by_domain[buffer.key.domain]
+        assert (bucket.world, bucket.num_shards) == (world, 1 if buffer.key.layout == "replicated" else world)
+        numels = [bucket.shard_numel(shard) for shard in range(bucket.num_shards)]
+        starts = [bucket.shard_start(shard) for shard in range(bucket.num_shards)]
+        assert starts == [0, *itertools.accumulate(numels)][:-1]
+        assert min(numels) >= 0
+        assert sum(numels) == bucket.numel
+        assert bucket.shard_numels() == tuple(numels)
+        assert [bucket.shard_part(shard) for shard in range(bucket.num_shards)] == [
+            slice(start, start + numel) for start, numel in zip(starts, numels, strict=True)
+        ]
+        if buffer.key.layout != "compact":
+            assert not bucket.borders
+            assert len(set(numels)) == 1
+
+
+@LIGHT
+@given(plans("compact"))
+def test_a_compact_bucket_has_no_padding_and_holds_one_owners_params_after_the_other(plan: Plan) -> None:
+    for buffer, bucket in buckets_of(plan):
+        if buffer.key.layout == "compact":
+            ends = itertools.accumulate((placement.numel for placement in bucket.placements), initial=0)
+            assert [*(placement.offset for placement in bucket.placements), bucket.numel] == list(ends)
+            holding = [bucket.shards_holding(placement, 0, placement.numel) for placement in bucket.placements]
+            owners = [shards.start for shards in holding if shards]
+            assert owners == sorted(owners)
+        assert buffer.padding == 0 or buffer.key.layout == "flat"
 
 
 @LIGHT
@@ -43,6 +112,7 @@ def test_spans_of_a_shard_lie_inside_it_and_apart(plan: Plan) -> None:
             for span in bucket.spans(shard):
                 assert span.shard_offset >= cursor
                 assert span.numel > 0
+                assert span.part == slice(span.shard_offset, span.shard_offset + span.numel)
                 cursor = span.shard_offset + span.numel
             assert cursor <= bucket.shard_numel(shard)
 
@@ -51,34 +121,51 @@ def test_spans_of_a_shard_lie_inside_it_and_apart(plan: Plan) -> None:
 @given(plans())
 def test_a_span_is_where_its_params_place_says_it_is(plan: Plan) -> None:
     for bucket in plan.buckets:
-        offset_by_fqn = {placement.fqn: placement.offset for placement in bucket.placements}
+        placement_by_fqn = {placement.fqn: placement for placement in bucket.placements}
+        start = 0
         for shard in range(bucket.num_shards):
             for span in bucket.spans(shard):
-                assert shard * bucket.shard_numel(shard) + span.shard_offset == offset_by_fqn[span.fqn] + span.start
+                placement = placement_by_fqn[span.fqn]
+                assert start + span.shard_offset == placement.offset + span.start
+                assert bucket.held(placement, shard) == (span.start, span.stop)
+            start += bucket.shard_numel(shard)
 
 
 @LIGHT
-@given(st.one_of(plans("flat"), plans("replicated")))
-def test_params_start_on_64_and_buckets_end_on_the_lcm_of_shards_and_128(plan: Plan) -> None:
+@given(plans())
+def test_params_start_on_64_and_buckets_end_on_the_lcm_of_shards_and_128_but_for_compact(plan: Plan) -> None:
     for buffer in plan.buffers:
         offset = 0
         for bucket in buffer.buckets:
-            assert bucket.num_shards == (plan.world if plan.layout == "flat" else 1)
             assert bucket.offset == offset
-            assert bucket.numel % math.lcm(bucket.num_shards, 128) == 0
-            assert bucket.shard_numel(0) * bucket.num_shards == bucket.numel
-            assert all(placement.offset % 64 == 0 for placement in bucket.placements)
+            if buffer.key.layout != "compact":
+                assert bucket.numel % math.lcm(bucket.num_shards, 128) == 0
+                assert all(placement.offset % 64 == 0 for placement in bucket.placements)
+            if buffer.key.layout in PADDED:
+                assert bucket.shard_numel(0) % 64 == 0
             offset += bucket.numel
         assert buffer.numel == offset
 
 
 @LIGHT
-@given(plans())
+@given(plans("flat", "replicated"))
 def test_padding_is_at_most_64_per_param_and_one_divisor_per_bucket(plan: Plan) -> None:
     for buffer in plan.buffers:
         divisor = math.lcm(plan.world, 128)
         params = sum(len(bucket.placements) for bucket in buffer.buckets)
         assert 0 <= buffer.padding <= 64 * params + divisor * len(buffer.buckets)
+
+
+@LIGHT
+@given(plans(*PADDED))
+def test_padded_shards_are_as_long_as_the_fullest_of_them_and_no_longer(plan: Plan) -> None:
+    for buffer, bucket in buckets_of(plan):
+        if buffer.key.layout in PADDED:
+            fullest = max(
+                max((span.part.stop for span in bucket.spans(shard)), default=0) for shard in range(bucket.num_shards)
+            )
+            divisor = math.lcm(64, math.lcm(bucket.num_shards, 128) // bucket.num_shards)
+            assert fullest <= bucket.shard_numel(0) < max(fullest, 1) + divisor
 
 
 @LIGHT
@@ -99,18 +186,41 @@ def test_shards_holding_agrees_with_the_spans(plan: Plan) -> None:
 
 @LIGHT
 @given(plans())
-def test_params_of_a_buffer_share_dtype_domain_and_family_and_lie_in_backward_order(plan: Plan) -> None:
-    position = {param.fqn: number for number, param in enumerate(plan.table)}
+def test_params_of_a_buffer_share_what_its_key_says_and_its_buckets_lie_in_backward_order(plan: Plan) -> None:
+    position = {param.fqn: number for number, param in enumerate(reversed(plan.table.params))}
     for buffer in plan.buffers:
         names = [placement.fqn for bucket in buffer.buckets for placement in bucket.placements]
-        assert [position[name] for name in names] == sorted((position[name] for name in names), reverse=True)
         for name in names:
             param = plan.table.find(name)
-            assert (param.domain, plan.routes[name].family, param.dtype) == (
+            assert (param.domain, param.chunk, plan.routes[name].family, param.dtype) == (
                 buffer.key.domain,
+                buffer.key.chunk,
                 buffer.key.family,
                 buffer.key.dtype,
             )
+        # Within a bucket a layout may order params as it likes: they are reduced together.
+        by_bucket = [sorted(position[placement.fqn] for placement in bucket.placements) for bucket in buffer.buckets]
+        assert list(itertools.chain(*by_bucket)) == sorted(position[name] for name in names)
+        if buffer.key.layout in ("flat", "replicated"):
+            assert [position[name] for name in names] == sorted(position[name] for name in names)
+
+
+@LIGHT
+@given(plans())
+def test_only_matrices_get_the_layout_that_was_asked_for_and_the_rest_byte_level_shards(plan: Plan) -> None:
+    beside = "replicated" if plan.layout == "replicated" else "flat"
+    for buffer in plan.buffers:
+        assert buffer.key.layout == (plan.layout if buffer.key.family == "matrix" else beside)
+
+
+@LIGHT
+@given(plans())
+def test_every_buckets_collectives_follow_from_its_own_layout(plan: Plan) -> None:
+    for buffer, bucket in buckets_of(plan):
+        reduces = {"compact": "all_reduce", "replicated": "all_reduce"}.get(buffer.key.layout, "reduce_scatter")
+        assert bucket.reducer == (reduces if plan.reducer == "collective" else plan.reducer)
+        gathers = {"compact": "uneven_all_gather"}.get(buffer.key.layout, "all_gather")
+        assert bucket.publisher in (("none",) if buffer.key.layout == "replicated" else (gathers, "broadcast"))
 
 
 @LIGHT
@@ -122,26 +232,33 @@ def test_buckets_are_numbered_by_when_their_last_gradient_is_due(plan: Plan) -> 
     assert last == sorted(last)
 
 
-@LIGHT
-@given(tables(), tables(max_params=4), worlds)
-def test_a_param_tied_across_stages_is_alone_and_cut_the_same_whatever_its_neighbours(
-    first: ParamTable, second: ParamTable, world: int
-) -> None:
-    tied = ParamSpec(
+tied_params = st.builds(
+    lambda kind, rows: ParamSpec(
         fqn="embed.weight",
-        shape=(37, 11),
+        shape=(rows, 11),
         dtype=DType.BF16,
-        module_kind=ModuleKind.EMBEDDING,
-        module_type="Embedding",
+        module_kind=kind,
+        module_type="Embedding" if kind is ModuleKind.EMBEDDING else "Linear",
         tie="embedding",
-    )
+    ),
+    st.sampled_from([ModuleKind.EMBEDDING, ModuleKind.LINEAR]),
+    st.sampled_from([1, 37, 640]),
+)
+
+
+@LIGHT
+@given(tied_params, tables(), tables(max_params=4), worlds, st.sampled_from(LAYOUTS))
+def test_a_param_tied_across_stages_is_alone_and_cut_and_owned_the_same_whatever_its_neighbours(
+    tied: ParamSpec, first: ParamTable, second: ParamTable, world: int, layout: str
+) -> None:
     cuts = []
     # One stage has it first, the other last, as the embedding and the head of a pipeline.
     for params in ((tied, *first), (*second, tied)):
-        plan = make_plan(ParamTable(params), world=world, layout="flat", bucket_numel=500)
+        plan = make_plan(ParamTable(params), world=world, layout=layout, bucket_numel=500)
         bucket = plan.buckets[plan.bucket_of["embed.weight"]]
         assert [placement.fqn for placement in bucket.placements] == ["embed.weight"]
-        cuts.append([bucket.spans(shard) for shard in range(bucket.num_shards)])
+        assert bucket.tie == "embedding"
+        cuts.append([bucket.numel, bucket.borders, [bucket.spans(shard) for shard in range(bucket.num_shards)]])
     assert cuts[0] == cuts[1]
 
 
@@ -149,35 +266,56 @@ def test_a_param_tied_across_stages_is_alone_and_cut_the_same_whatever_its_neigh
 @given(plans())
 def test_no_two_params_share_a_bucket_when_one_is_tied_across_stages(plan: Plan) -> None:
     for bucket in plan.buckets:
-        tied = [placement.fqn for placement in bucket.placements if plan.table.find(placement.fqn).tie]
-        assert not tied or len(bucket.placements) == 1
+        ties = [plan.table.find(placement.fqn).tie for placement in bucket.placements]
+        assert len(ties) == 1 or not any(ties)
+        assert bucket.tie == ties[0]
 
 
 @LIGHT
-@given(buckets=st.integers(1, 12), few=st.sampled_from([1, 2, 4]), many=st.sampled_from([8, 16, 64]), world=worlds)
+@given(
+    buckets=st.integers(1, 12),
+    few=st.sampled_from([1, 2, 4]),
+    many=st.sampled_from([8, 16, 64]),
+    world=worlds,
+    layout=st.sampled_from(["flat", "compact", "replicated"]),
+)
 def test_the_number_of_buckets_follows_from_bytes_not_from_the_number_of_matrices(
-    buckets: int, few: int, many: int, world: int
+    buckets: int, few: int, many: int, world: int, layout: str
 ) -> None:
     bucket_numel = 64 * 64 * 64
     counts = []
     for per_bucket in (few, many):
         rows = 64 * 64 // per_bucket
         table = table_of([(f"w{number}", (rows, 64)) for number in range(buckets * per_bucket)])
-        counts.append(len(make_plan(table, world=world, bucket_numel=bucket_numel).buckets))
+        counts.append(len(make_plan(table, world=world, layout=layout, bucket_numel=bucket_numel).buckets))
     assert abs(counts[0] - counts[1]) <= 1
     assert abs(counts[0] - buckets) <= 1
 
 
 @LIGHT
-@given(plans())
-def test_only_the_last_bucket_or_one_before_a_tied_param_is_below_the_bucket_size(plan: Plan) -> None:
-    again = make_plan(plan.table, world=plan.world, layout="flat", bucket_numel=300)
-    for buffer in again.buffers:
+@given(tables(), worlds, st.sampled_from(["flat", "compact", "replicated"]))
+def test_only_the_last_bucket_or_one_beside_a_tied_param_is_below_the_bucket_size(
+    table: ParamTable, world: int, layout: str
+) -> None:
+    plan = make_plan(table, world=world, layout=layout, bucket_numel=300)
+    for buffer in plan.buffers:
         for bucket, following in itertools.pairwise(buffer.buckets):
             last = bucket.placements[-1]
             full = last.offset + last.numel >= 300
-            tied = any(again.table.find(p.fqn).tie for p in (bucket.placements[0], following.placements[0]))
+            tied = any(plan.table.find(p.fqn).tie for p in (bucket.placements[0], following.placements[0]))
             assert full or tied
+
+
+@LIGHT
+@given(tables(), worlds, st.sampled_from(SHARDED), st.randoms(use_true_random=False))
+def test_how_params_are_stored_does_not_depend_on_the_order_in_which_routes_and_worlds_were_found(
+    table: ParamTable, world: int, layout: str, rng: Random
+) -> None:
+    plan = make_plan(table, world=world, layout=layout, bucket_numel=300)
+    worlds_found = dict(rng.sample([("expert", world), ("dense", world)], 2))
+    again = make_plan(table, world=world, worlds=worlds_found, layout=layout, bucket_numel=300)
+    assert again.buffers == plan.buffers
+    assert again.digest == plan.digest
 
 
 def test_a_frozen_param_has_no_place() -> None:
@@ -200,3 +338,11 @@ def test_every_rank_of_a_flat_bucket_holds_its_own_shard() -> None:
 
 def test_the_default_bucket_grows_with_the_world_past_40_ranks() -> None:
     assert [default_bucket_numel(world) for world in (1, 40, 64)] == [40_000_000, 40_000_000, 64_000_000]
+
+
+@pytest.mark.parametrize("layout", ["padded", "compact"])
+def test_fewer_params_than_ranks_leave_shards_empty_and_nobody_without_a_place(layout: str) -> None:
+    (bucket,) = make_plan(table_of([("a", (8, 16)), ("b", (4, 16))]), world=5, layout=layout).buckets
+    held = [sum(span.numel for span in bucket.spans(shard)) for shard in range(5)]
+    assert sorted(held) == [0, 0, 0, 64, 128]
+    assert bucket.numel == (5 * 128 if layout == "padded" else 192)

@@ -26,8 +26,10 @@ def test_every_matrix_has_exactly_one_home(plan: Plan) -> None:
     expected = Counter(matrix.label for route in plan.routes.values() for matrix in route.matrices)
     assert Counter(item.matrix.label for work in plan.works for item in work.items) == expected
     assert set(expected.values()) <= {1}
-    homes = {item.home for work in plan.works for item in work.items}
-    assert homes <= ({EVERY_RANK} if plan.world == 1 else set(range(plan.world)))
+    for work in plan.works:
+        assert work.world == plan.world_by_domain[work.domain]
+        everywhere = work.world == 1 or plan.layout == "replicated"
+        assert {item.home for item in work.items} <= ({EVERY_RANK} if everywhere else set(range(work.world)))
 
 
 @LIGHT
@@ -35,7 +37,7 @@ def test_every_matrix_has_exactly_one_home(plan: Plan) -> None:
 def test_a_matrix_that_every_rank_holds_is_at_home_everywhere_and_counts_on_each(plan: Plan) -> None:
     for work in plan.works:
         assert {item.home for item in work.items} == {EVERY_RANK}
-        assert work.loads == (sum(cost_of(work)),) * plan.world
+        assert work.loads == (sum(cost_of(work)),) * work.world
         assert work.imbalance == 1.0
 
 

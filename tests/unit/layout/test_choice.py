@@ -1,0 +1,196 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerwise.dtypes import DType
+from layerwise.layout.choice import CANDIDATES, Draft, Hardware, Score, newton_schulz_loads, pick, score
+from layerwise.layout.cost import newton_schulz_flops, resolve_method
+from layerwise.layout.plan import Plan, compare_plans, make_plan
+from layerwise.layout.storage import BufferGroup, BufferPlan
+from layerwise.layout.work import EVERY_RANK
+from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
+from tests.strategies import LIGHT, MANY, divisors, tables, worlds
+
+
+def scored(layout: str, ms: float, nbytes: int) -> Score:
+    return Score(layout=layout, wire_nbytes=0, memory_nbytes=nbytes, imbalance=1.0, wire_ms=ms, ns_ms=0.0)  # type: ignore[arg-type]
+
+
+PICKS: dict[str, tuple[list[Score], str, str]] = {
+    "much quicker": ([scored("flat", 10, 100), scored("padded", 5, 100)], "padded", "the quickest: padded 5.0 ms"),
+    "as quick, leaner": (
+        [scored("flat", 10, 100), scored("compact", 10.1, 99)],
+        "compact",
+        "as quick as any and leanest: compact",
+    ),
+    "quicker by too little to tell": (
+        [scored("flat", 10, 99), scored("padded", 9.9, 100)],
+        "flat",
+        "as quick as any and leanest: flat",
+    ),
+    "quicker, wasteful": (
+        [scored("flat", 10, 100), scored("padded", 5, 111)],
+        "flat",
+        "the quickest that does not waste memory: flat",
+    ),
+    "quicker, a little larger": (
+        [scored("flat", 10, 100), scored("padded", 5, 110)],
+        "padded",
+        "the quickest: padded",
+    ),
+    "equal in all": ([scored("flat", 10, 100), scored("padded", 10, 100)], "flat", "as quick as any and leanest: flat"),
+    "alone": ([scored("flat", 10, 100)], "flat", "the quickest"),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_quick_comes_first_then_lean_and_the_reason_says_which(name: str) -> None:
+    scores, layout, reason = PICKS[name]
+    chosen, why = pick(scores)
+    assert chosen.layout == layout
+    assert why.startswith(reason)
+    assert all(other.describe() in why for other in scores if other is not chosen)
+
+
+score_lists = st.lists(
+    st.builds(scored, st.sampled_from(CANDIDATES), st.floats(0.1, 100), st.integers(1, 1000)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@MANY
+@given(score_lists)
+def test_no_score_that_was_passed_over_is_both_lean_and_clearly_better(scores: list[Score]) -> None:
+    chosen, _ = pick(scores)
+    leanest = min(other.memory_nbytes for other in scores)
+    assert chosen.memory_nbytes <= 1.1 * leanest
+    for other in scores:
+        if other.memory_nbytes <= 1.1 * leanest:
+            assert chosen.total_ms <= 1.02 * other.total_ms
+            assert other.total_ms > chosen.total_ms or other.memory_nbytes >= chosen.memory_nbytes
+
+
+def without_numbers(buffer: BufferPlan) -> tuple[object, ...]:
+    """A buffer as it is, whatever other buffers there are."""
+    return buffer.key, buffer.numel, tuple(replace(bucket, index=0, buffer=0) for bucket in buffer.buckets)
+
+
+@LIGHT
+@given(tables(), st.sampled_from([1, 2, 3, 4, 8]), st.data())
+def test_auto_is_the_plan_of_the_layout_it_names(table: ParamTable, world: int, data: st.DataObject) -> None:
+    experts = data.draw(st.sampled_from(divisors(world)))
+    plans = compare_plans(
+        table, ["auto", *CANDIDATES], world=world, worlds={"expert": experts}, bucket_numel=300, cohort_numel=200
+    )
+    auto = plans["auto"]
+    chosen = {choice.buffer: choice.layout for choice in auto.choices}
+    assert set(chosen) == {BufferGroup.of(buffer.key) for buffer in auto.buffers}
+    for buffer in auto.buffers:
+        assert buffer.key.layout == chosen[BufferGroup.of(buffer.key)]
+    named = {layout for group, layout in chosen.items() if group.family == "matrix"} or {"flat"}
+    if len(named) == 1:
+        other = plans[next(iter(named))]
+        assert (auto.buffers, auto.works, auto.digest) == (other.buffers, other.works, other.digest)
+        assert auto.layout_label == f"{next(iter(named))} (auto)"
+        return
+    assert auto.layout_label == f"{' + '.join(sorted(named))} (auto)"
+    for buffer in auto.buffers:
+        # Who owns what in compact is dealt over all buffers that are; the others stand alone.
+        if buffer.key.layout != "compact":
+            alone = next(found for found in plans[buffer.key.layout].buffers if found.key == buffer.key)
+            assert without_numbers(buffer) == without_numbers(alone)
+
+
+@LIGHT
+@given(tables(), worlds, st.booleans())
+def test_what_is_not_a_matrix_or_lives_on_one_rank_is_flat_and_compared_with_nothing(
+    table: ParamTable, world: int, alone: bool
+) -> None:
+    plan = make_plan(table, world=world, worlds={"expert": 1 if alone else world}, bucket_numel=300)
+    for choice in plan.choices:
+        if choice.buffer.family != "matrix":
+            assert (choice.layout, choice.reason, choice.scores) == ("flat", "no matrix rule manages it", ())
+        elif plan.world_by_domain[choice.buffer.domain] == 1:
+            assert (choice.layout, choice.reason, choice.scores) == ("flat", "its domain is one rank", ())
+        else:
+            assert [found.layout for found in choice.scores] == list(CANDIDATES)
+            assert pick(choice.scores)[0].layout == choice.layout
+            assert choice.reason == pick(choice.scores)[1]
+
+
+matrix_tables = st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=12).map(
+    lambda shapes: table_of([(f"w{number:02d}", shape) for number, shape in enumerate(shapes)])
+)
+
+
+def scored_plan(plan: Plan, hardware: Hardware) -> Score:
+    draft = Draft(plan.buffers, plan.works)
+    return score(plan.layout, draft, BufferGroup.of(plan.buffers[0].key), plan.grad_dtype, hardware)  # type: ignore[arg-type]
+
+
+@LIGHT
+@given(
+    matrix_tables,
+    st.integers(2, 8),
+    st.sampled_from(CANDIDATES),
+    st.sampled_from([DType.FP32, DType.BF16]),
+    st.sampled_from([DType.FP32, DType.BF16]),
+)
+def test_a_score_counts_bytes_flops_and_memory_of_the_rank_for_which_they_are_worst(
+    table: ParamTable, world: int, layout: str, dtype: DType, grad_dtype: DType
+) -> None:
+    typed = ParamTable(tuple(replace(param, dtype=dtype) for param in table))
+    plan = make_plan(typed, world=world, layout=layout, bucket_numel=500, cohort_numel=100, grad_dtype=grad_dtype)
+    found = scored_plan(plan, Hardware(ns_tflops=2.0, link_gb_s=4.0))
+    schedule = plan.schedule(stats_numel=0)
+    sent = [sum(schedule.bytes_by_collective(rank).values()) for rank in range(world)]
+    assert found.wire_nbytes == max(sent)
+    assert found.wire_ms == pytest.approx(max(sent) / 4e9 * 1e3)
+
+    (work,) = plan.works
+    flops = [0] * world
+    for item in work.items:
+        rows, cols = item.matrix.rows, item.matrix.cols
+        gram = resolve_method("auto", rows, cols) == "gram"
+        flops[item.home] += newton_schulz_flops(rows, cols, 5, gram=gram)
+    assert found.ns_ms == pytest.approx(max(flops) / 2e12 * 1e3)
+    assert found.imbalance == pytest.approx(max(flops) * world / sum(flops))
+
+    held = []
+    for rank in range(world):
+        everywhere = sum(bucket.numel * (dtype.itemsize + grad_dtype.itemsize) for bucket in plan.buckets)
+        mine = sum(bucket.shard_numel(rank) for bucket in plan.buckets)
+        master = 4 if dtype is DType.BF16 else 0  # fp32 params are their own masters
+        widened = 4 if grad_dtype is DType.BF16 else 0  # the averaged gradient is fp32
+        held.append(everywhere + mine * (master + widened + 4))
+    assert found.memory_nbytes == max(held)
+
+
+def test_matrices_that_every_rank_computes_count_on_every_rank() -> None:
+    (work,) = make_plan(table_of([("a", (8, 8)), ("b", (8, 8))]), world=3, layout="replicated").works
+    assert {item.home for item in work.items} == {EVERY_RANK}
+    one = newton_schulz_flops(8, 8, 5, gram=False)
+    assert newton_schulz_loads(work) == [2 * one] * 3
+
+
+def test_a_rank_with_fast_links_and_slow_products_chooses_by_balance() -> None:
+    # Eight experts in one param: where params stay whole one rank of four computes all of them.
+    experts = ParamSpec(
+        fqn="e", shape=(8, 64, 64), dtype=DType.BF16, module_kind=ModuleKind.OTHER, module_type="Experts"
+    )
+    table = ParamTable((experts,))
+    slow_products = Hardware(ns_tflops=0.001, link_gb_s=1000.0)
+    slow_links = Hardware(ns_tflops=1000.0, link_gb_s=0.001)
+    balanced = make_plan(table, world=4, hardware=slow_products).choices[0]
+    assert balanced.layout == "flat"
+    by_layout = {found.layout: found for found in balanced.scores}
+    assert by_layout["flat"].imbalance == 1.0
+    assert by_layout["compact"].imbalance == 4.0
+    near = make_plan(table, world=4, hardware=slow_links).choices[0]
+    assert near.layout in ("flat", "compact")
+    assert {found.layout: found.wire_nbytes for found in near.scores} == {
+        found.layout: found.wire_nbytes for found in balanced.scores
+    }

@@ -15,7 +15,8 @@ from tests.strategies import LIGHT, MANY, divisors, tables, worlds
 
 
 def scored(layout: str, ms: float, nbytes: int) -> Score:
-    return Score(layout=layout, wire_nbytes=0, memory_nbytes=nbytes, imbalance=1.0, wire_ms=ms, ns_ms=0.0)  # type: ignore[arg-type]
+    figures = {"wire_nbytes": 0, "exposed_nbytes": 0, "memory_nbytes": nbytes, "imbalance": 1.0}
+    return Score(layout=layout, **figures, wire_ms=ms, ns_ms=0.0)  # type: ignore[arg-type]
 
 
 PICKS: dict[str, tuple[list[Score], str, str]] = {
@@ -146,9 +147,18 @@ def test_a_score_counts_bytes_flops_and_memory_of_the_rank_for_which_they_are_wo
     plan = make_plan(typed, world=world, layout=layout, bucket_numel=500, cohort_numel=100, grad_dtype=grad_dtype)
     found = scored_plan(plan, Hardware(ns_tflops=2.0, link_gb_s=4.0))
     schedule = plan.schedule(stats_numel=0)
-    sent = [sum(schedule.bytes_by_collective(rank).values()) for rank in range(world)]
-    assert found.wire_nbytes == max(sent)
-    assert found.wire_ms == pytest.approx(max(sent) / 4e9 * 1e3)
+    reduced = max(sum(op.nbytes(rank) for op in schedule.ops if op.phase == "reduce") for rank in range(world))
+    rest = max(sum(op.nbytes(rank) for op in schedule.ops if op.phase != "reduce") for rank in range(world))
+    assert found.wire_nbytes == reduced + rest
+    # Backward makes a bucket's gradients in the time in which a reduce-scatter of them would take; what the wire has not
+    # reduced when it ends is waited for.
+    made = done = 0
+    for bucket in plan.buckets:
+        (op,) = (op for op in schedule.ops if op.phase == "reduce" and op.label == bucket.label)
+        made += sum(placement.numel for placement in bucket.placements) * grad_dtype.itemsize * (world - 1) // world
+        done = max(done, made) + max(op.nbytes(rank) for rank in range(world))
+    assert found.exposed_nbytes == done - made
+    assert found.wire_ms == pytest.approx((done - made + rest) / 4e9 * 1e3)
 
     (work,) = plan.works
     flops = [0] * world

@@ -61,14 +61,14 @@ def memory_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> list[Mem
     Ranks of a smaller domain are taken to be arranged as `layout.choice.sent_by_rank` says.
     """
     frozen = sum(param.nbytes for param in plan.table if plan.routes[param.fqn].family == "frozen")
-    params, leased = frozen, 0
+    params, full = frozen, 0
     masters, grads, state, reducing = ([0] * plan.world for _ in range(4))
     for buffer in plan.buffers:
         world = plan.world_by_domain[buffer.key.domain]
         held = spread(_shard_numels(buffer.buckets, world), plan.world)
         each = _bytes_per_held_element(plan, buffer)
         params += buffer.numel * buffer.key.dtype.itemsize
-        leased += _full_grads(plan, buffer)
+        full += _full_grads(plan, buffer)
         masters = _plus(masters, held, 0 if buffer.key.dtype is DType.FP32 else _FP32)
         grads = _plus(grads, held, each)
         state = _plus(state, held, _FP32 * STATE_TENSORS[rules.of(buffer.key.family).kind])
@@ -83,7 +83,7 @@ def memory_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> list[Mem
             # One domain after the other.
             exchanging = list(map(max, exchanging, spread(peaks, plan.world)))
     return [
-        Memory(params=params, grads=leased + grad, masters=master, state=kept, slots=max(reduced, exchanged))
+        Memory(params=params, grads=full + grad, masters=master, state=kept, slots=max(reduced, exchanged))
         for grad, master, kept, reduced, exchanged in zip(grads, masters, state, reducing, exchanging, strict=True)
     ]
 

@@ -138,26 +138,26 @@ def compare(table: ParamTable, setting: Setting, layouts: Sequence[str] | None =
             raise ValueError(f"no layout can be combined with these settings. {next(iter(left_out.values()))}")
     asks_auto = len(layouts) > 1 or "auto" in layouts
     plans = setting.plans(table, [*layouts, *(["auto"] if asks_auto and "auto" not in layouts else [])])
+    first = next(iter(plans.values()))
     auto = plans.pop("auto", None)
-    columns = [_column(plan, setting, auto) for plan in plans.values()]
-    if auto is not None and not any(column.is_chosen for column in columns):
-        columns.append(_column(auto, setting, auto))
-    first = next(iter({**plans, **({"auto": auto} if auto is not None else {})}.values()))
+    shown = list(plans.values())
+    # Without matrices several layouts are the same: then the first of them is meant.
+    chosen = next((plan for plan in shown if auto is not None and plan.buffers == auto.buffers), auto)
+    if chosen is not None and chosen is auto:
+        shown.append(chosen)
+    columns = tuple(
+        column_of(plan, rules=setting.rules, hardware=setting.hardware, is_chosen=plan is chosen) for plan in shown
+    )
     return Comparison(
         table=table,
         setting=setting,
-        columns=tuple(columns),
+        columns=columns,
         choices=auto.choices if auto is not None else (),
         left_out=left_out,
         matrices=sum(len(work.items) for work in first.works),
         doubt=suspicion(first.routes, table),
         hint=_expert_hint(first, [column.layout for column in columns]),
     )
-
-
-def _column(plan: Plan, setting: Setting, auto: Plan | None) -> Column:
-    is_chosen = auto is not None and plan.buffers == auto.buffers
-    return column_of(plan, rules=setting.rules, hardware=setting.hardware, is_chosen=is_chosen)
 
 
 def _refusal(table: ParamTable, setting: Setting, layout: str) -> str | None:

@@ -105,5 +105,7 @@ def test_no_hint_where_it_would_not_help(table: ParamTable, setting: Setting, la
 
 def test_a_model_without_matrices_has_nothing_to_orthogonalise() -> None:
     table = ParamTable((ParamSpec(fqn="norm.weight", shape=(64,), dtype=DType.BF16),))
-    for column in compare(table, Setting(world=4)).columns:
+    found = compare(table, Setting(world=4))
+    for column in found.columns:
         assert (column.work.ms, column.memory.slots) == (0.0, 0)
+    assert chosen(found) == ["flat"]

@@ -72,6 +72,17 @@ def test_the_table_of_gpt2_is_what_it_was(capsys: Captured) -> None:
     assert err == ""
 
 
+def test_the_page_shows_what_the_command_prints(capsys: Captured) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    command, *lines = re.search(r"```console\n\$ layerwise (.*?)```", page, re.DOTALL).group(1).splitlines()  # type: ignore[union-attr]
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line.removesuffix(" ...") for line in lines if line != "..."]
+    assert len(shown) > 5
+    for line in shown:
+        assert any(found.startswith(line) for found in printed), f"docs/planning.md is not up to date: {line}"
+
+
 def test_flags_are_pinned() -> None:
     help_text = layerwise("plan", "--help").stdout
     found = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", help_text)))

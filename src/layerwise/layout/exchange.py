@@ -121,17 +121,25 @@ def _splits(numel_by_peer: Sequence[tuple[int, int]], world: int) -> tuple[int, 
 
 
 def sent_numel(work: WorkPlan, buckets: Mapping[int, BucketPlan]) -> list[tuple[list[int], list[int]]]:
-    """Per cohort: elements each rank sends to homes, and elements each home sends back. For all ranks at once, without
-    building their tables."""
-    totals = [([0] * work.world, [0] * work.world) for _ in range(work.num_cohorts)]
+    """Per cohort: elements each rank sends to homes, and elements each home sends back."""
+    found, nothing = moved_numel(work, buckets), [0] * work.world
+    return [found.get(cohort, (nothing, nothing)) for cohort in range(work.num_cohorts)]
+
+
+def moved_numel(work: WorkPlan, buckets: Mapping[int, BucketPlan]) -> dict[int, tuple[list[int], list[int]]]:
+    """The same for those cohorts that may move: there are thousands that do not where every rank does everything. For
+    all ranks at once, without building their tables."""
+    totals: dict[int, tuple[list[int], list[int]]] = {}
+    held: dict[int, _Held] = {}
     moving = {index for index, bucket in buckets.items() if not bucket.whole and bucket.num_shards > 1}
     if not moving:
         return totals
-    held = [_Held(work.world) for _ in totals]
     for matrix, index, position, home, cohort in work.items:
         if index not in moving or home == EVERY_RANK:
             continue  # it stays where it is
         bucket, numel = buckets[index], matrix.rows * matrix.cols
+        if cohort not in totals:
+            totals[cohort], held[cohort] = ([0] * work.world, [0] * work.world), _Held(work.world)
         if len(matrix.grid) > 1 or bucket.borders:
             at_home = held[cohort].add(holder_runs(matrix, bucket, bucket.placements[position]), home)
         else:
@@ -140,8 +148,8 @@ def sent_numel(work: WorkPlan, buckets: Mapping[int, BucketPlan]) -> list[tuple[
         there, back = totals[cohort]
         there[home] -= at_home
         back[home] += numel - at_home
-    for (there, _), everything in zip(totals, held, strict=True):
-        there[:] = map(add, there, everything.by_shard())
+    for cohort, (there, _) in totals.items():
+        there[:] = map(add, there, held[cohort].by_shard())
     return totals
 
 

@@ -14,7 +14,7 @@ from operator import sub
 from typing import Literal
 
 from layerwise.dtypes import DType
-from layerwise.layout.exchange import sent_numel
+from layerwise.layout.exchange import moved_numel
 from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.layout.work import WorkPlan
 
@@ -163,11 +163,13 @@ def build_schedule(
     ops.extend(tie_op(bucket, stages_by_tie[bucket.tie]) for bucket in tied)
     ops.append(stats_op(stats_numel, ranks))
     for work in works:
-        totals = sent_numel(work, bucket_by_index)
+        totals = moved_numel(work, bucket_by_index)
         for phase, cohort in pipelined(work.num_cohorts):
+            if cohort not in totals:
+                continue  # home == owner everywhere: there is no such collective
             sent = totals[cohort][0 if phase == "exchange" else 1]
             if not any(sent):
-                continue  # home == owner everywhere: there is no such collective
+                continue
             dtype = wire_dtypes[work.domain, cohort]
             ops.append(
                 CommOp(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from operator import add
 from typing import NamedTuple
 
@@ -152,14 +151,14 @@ def _flight(plan: Plan, bucket: BucketPlan, world: int) -> list[int]:
 class _Homes(NamedTuple):
     """What the matrices mean for the ranks that are home to them."""
 
-    by_cohort: list[list[int]]
-    """Elements of each cohort's matrices, per rank."""
+    by_cohort: list[Sequence[int]]
+    """Elements of each cohort's matrices, per rank; one number where it is that of every rank."""
     state: list[int]
     """Numbers of state that lives with them, per rank."""
 
 
 def _home_numels(work: WorkPlan, kind: str) -> _Homes:
-    by_cohort = [[0] * work.world for _ in range(work.num_cohorts)]
+    by_cohort: dict[int, list[int]] = {}
     state = [0] * work.world
     everywhere = [0] * work.num_cohorts
     state_everywhere = 0
@@ -170,12 +169,14 @@ def _home_numels(work: WorkPlan, kind: str) -> _Homes:
             everywhere[cohort] += matrix.rows * matrix.cols
             state_everywhere += kept
         else:
+            if cohort not in by_cohort:
+                by_cohort[cohort] = [0] * work.world
             by_cohort[cohort][home] += matrix.rows * matrix.cols
             state[home] += kept
     return _Homes(
         by_cohort=[
-            [numel + more for numel in numels] if more else numels
-            for numels, more in zip(by_cohort, everywhere, strict=True)
+            [numel + more for numel in by_cohort[cohort]] if cohort in by_cohort else (more,)
+            for cohort, more in enumerate(everywhere)
         ],
         state=[numel + state_everywhere for numel in state],
     )
@@ -184,17 +185,18 @@ def _home_numels(work: WorkPlan, kind: str) -> _Homes:
 def _exchange_peaks(
     work: WorkPlan, homes: Sequence[Sequence[int]], schedule: CommSchedule, dtypes: Mapping[tuple[str, int], DType]
 ) -> list[int]:
-    """Most bytes of staging that each rank of a domain has at once while its cohorts go round."""
-    columns: list[Iterable[int]] = []
+    """Most bytes of staging that each rank of a domain has at once while its cohorts go round; one number where ranks do
+    not differ."""
+    columns: list[list[int]] = []
     for cohort, batches in enumerate(homes):
+        ops = [schedule.find(phase, f"{work.domain} cohort {cohort}") for phase in _WAYS]
         itemsize = dtypes[work.domain, cohort].itemsize
-        for phase in _WAYS:
-            op = schedule.find(phase, f"{work.domain} cohort {cohort}")
-            columns.append(repeat(0, work.world) if op is None else [numel * itemsize for numel in op.sent])
-        columns.append([numel * itemsize for numel in batches])
+        for numels in (*((0,) if op is None else op.sent for op in ops), batches):
+            columns.append([numel * itemsize for numel in numels])
+    ranks = max((len(column) for column in columns), default=1)
     known: dict[tuple[int, ...], int] = {}
     peaks = []
-    for passages in zip(*columns, strict=True):
+    for passages in zip(*(column * ranks if len(column) == 1 else column for column in columns), strict=True):
         if passages not in known:
             known[passages] = _peak(passages)
         peaks.append(known[passages])

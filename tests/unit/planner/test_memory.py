@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -180,3 +181,12 @@ def test_the_worst_moment_of_an_exchange_is_found(cohorts: list[tuple[int, int, 
 
 def test_one_cohort_holds_a_matrix_its_update_and_what_travels() -> None:
     assert _peak((3, 5, 8)) == 8 + 8 + 3 + 5
+
+
+def test_many_cohorts_of_what_every_rank_does_cost_no_time() -> None:
+    """As many cohorts as matrices, on thousands of ranks: nothing may be made for each pair of them."""
+    table = table_of([(f"{number}.weight", (64, 64)) for number in range(300)])
+    started = time.process_time()
+    found = planned(table, world=5000, layout="replicated", cohort_numel=1)
+    assert time.process_time() - started < 2.0
+    assert {memory.slots for memory in found} == {3 * 4096 * 2}

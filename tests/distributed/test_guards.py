@@ -23,7 +23,7 @@ import layerwise
 from layerwise.comm.reducer import GradReducer
 from layerwise.errors import StateError
 from tests.arrangements import Arrangement, wrap_stage
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 from tests.reference.oracle import Hyper
 from tests.reliability.misuse import Moe, Small, Stage, mesh_of, on_stages, optimizer_of, short_waits, small
 from tests.worlds import gradient, hash_everything, hash_of, hash_tensors, rules
@@ -58,19 +58,14 @@ KINDS = (
     "step",
     "step",
 )
-FORGETTING = ("zero_grad", "model.zero_grad", "failing", "failing block")
 CONSUMING = ("step", "idle and step", "step in a block")
 
 
-def random_actions(seed: int, length: int = 12) -> list[Action]:
-    """Any actions in any order. State is loaded only where no gradient is on its way."""
+def random_actions(seed: int, length: int = 14) -> list[Action]:
+    """Any actions in any order."""
     random = Random(seed)
-    actions: list[Action] = [("backward", 0), ("step", 0)]
-    while len(actions) < length:
-        kind = random.choice(KINDS)
-        if kind != "load state" or actions[-1][0] in (*FORGETTING, *CONSUMING):
-            actions.append((kind, len(actions)))
-    return [*actions, ("backward", length), ("step", length)]
+    middle = [(random.choice(KINDS), number) for number in range(1, length - 1)]
+    return [("backward", 0), ("step", 0), *middle, ("backward", length), ("step", length)]
 
 
 class Player:
@@ -392,7 +387,52 @@ def test_norm_groups_may_have_members_on_another_stage_only() -> None:
     assert first["heads"] > 0.0
 
 
+def ties_in_a_ring(rank: int, world: int) -> tuple[str, str]:
+    """Every stage's last weight is the next one's first."""
+    torch.manual_seed(rank)
+    module = Stage()
+    ties = {f"tie {rank}": "first.weight", f"tie {(rank + 1) % world}": "last.weight"}
+    model = layerwise.DataParallel(module, mesh=mesh_of(pp=world), ties=ties, check_collectives=True)
+    optimizer = optimizer_of(model, clip_grad_norm=0.1)
+    for step in range(2):
+        model(torch.linspace(-1.0, 1.0 + rank + step, 12).reshape(2, 6)).square().sum().backward()
+        optimizer.step()
+    return hash_tensors([module.first.weight]), hash_tensors([module.last.weight])
+
+
+def test_ties_may_go_round_in_a_ring() -> None:
+    found = run_ranks(4, ties_in_a_ring)
+    assert [last for _, last in found] == [first for first, _ in (*found[1:], found[0])]
+    assert len({first for first, _ in found}) == 4
+
+
+def hashes_in_a_mesh(rank: int, world: int, dims: tuple[str, str]) -> tuple[str, str]:
+    """Dense weights and experts after two steps. Seeds differ, so that only what is spread and averaged is alike."""
+    torch.manual_seed(rank)
+    module = Moe({"up": "expert"})
+    model = layerwise.DataParallel(module, mesh=mesh_of(**dict.fromkeys(dims, 2)))
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        model(torch.linspace(-1.0, 1.0 + rank + step, 12).reshape(2, 6)).square().sum().backward()
+        optimizer.step()
+    return hash_tensors([module.dense.weight]), hash_tensors([module.up])
+
+
+@pytest.mark.parametrize("dims", [("dp", "ep"), ("ep", "dp")])
+def test_dims_of_a_mesh_may_come_in_any_order(dims: tuple[str, str]) -> None:
+    found = run_ranks(4, hashes_in_a_mesh, dims)
+    assert len({dense for dense, _ in found}) == 1
+    experts = [up for _, up in found]
+    same = [(0, 2), (1, 3)] if dims == ("dp", "ep") else [(0, 1), (2, 3)]
+    assert all(experts[one] == experts[other] for one, other in same)
+    assert len(set(experts)) == 2
+
+
 # ------------------------------------------------------------------------------------------------ legal, and once broken
+
+
+def fails_until(reason: str) -> Callable[..., Any]:
+    return pytest.mark.xfail(strict=True, reason=reason, raises=(AssertionError, RankFailure))
 
 
 def run_shortly(world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
@@ -455,26 +495,28 @@ def test_released_gradients_of_experts_on_one_rank_keep_every_backward() -> None
     assert run_shortly(2, norm_of_late_and_accumulated, True) == run_shortly(2, norm_of_late_and_accumulated, False)
 
 
-def metric_after_partial(rank: int, world: int) -> float:
+def metric_after_partial(rank: int, world: int, options: dict[str, bool]) -> float:
     torch.manual_seed(1)
-    model = layerwise.DataParallel(
-        nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(6))),
-        shard_grads=True,
-        layout="flat",
-        bucket_mib=0.0001,
-    )
+    layers = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(6)))
+    model = layerwise.DataParallel(layers, layout="flat", bucket_mib=0.0001, **options)
     optimizer = optimizer_of(model)
     params = list(model.module.parameters())
-    # The bucket that is reduced first gets no gradient on rank 1.
-    sum(param.sum() for param in (params if rank == 0 else params[:-1])).backward()
     total = torch.ones(1)
-    dist.all_reduce(total)
-    optimizer.step()
+    for _ in range(2):
+        # The bucket that is reduced first gets no gradient on rank 1.
+        sum((param.sum() for param in (params if rank == 0 else params[:-1])), torch.zeros(())).backward()
+        dist.all_reduce(total)
+        optimizer.step()
     return float(total)
 
 
 def test_released_gradients_never_wait_inside_backward() -> None:
-    assert run_shortly(2, metric_after_partial) == [2.0, 2.0]
+    assert run_shortly(2, metric_after_partial, {"shard_grads": True}) == [4.0, 4.0]
+
+
+@fails_until("collectives are compared while backward launches them, with a peer that launches them in step()")
+def test_checked_collectives_never_wait_inside_backward() -> None:
+    assert run_shortly(2, metric_after_partial, {"check_collectives": True}) == [4.0, 4.0]
 
 
 def failure_in_a_block(rank: int, world: int, zero2: bool) -> str:
@@ -571,6 +613,51 @@ def expert_buffers(rank: int, world: int) -> list[float]:
 
 def test_buffers_inside_expert_modules_stay_with_their_experts() -> None:
     assert run_shortly(2, expert_buffers) == [[0.0, 0.0], [1.0, 1.0]]
+
+
+class Mixture(ScaledExperts):
+    """Experts beside a frozen router, which is the same on all ranks."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.router = nn.Linear(6, 2).requires_grad_(False)
+        nn.init.constant_(self.router.weight, value)
+        self.router.register_buffer("loads", torch.full((2,), value))
+
+
+def router_beside_experts(rank: int, world: int) -> list[float]:
+    module = Mixture(float(rank))
+    layerwise.DataParallel(module, mesh=mesh_of(dp=1, ep=2))
+    return [float(module.router.weight.sum()), float(module.router.loads.sum())]
+
+
+@fails_until("whatever lies below a module that holds experts goes with them, and frozen dense params are not spread")
+def test_frozen_params_and_buffers_of_a_router_beside_experts_start_from_the_first_rank() -> None:
+    assert run_shortly(2, router_beside_experts) == [[0.0, 0.0]] * 2
+
+
+def scale_loaded_after_backward(rank: int, world: int) -> tuple[str, float]:
+    model = layerwise.DataParallel(small())
+    optimizer = optimizer_of(model, loss_scale=layerwise.LossScale(initial=2.0**4))
+    saved: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+    saved["layerwise"]["loss_scale"]["scale"] = 2.0**8
+    optimizer.scale_loss(model(torch.ones(2, 6)).sum()).backward()
+    try:
+        optimizer.load_state_dict(saved)
+    except StateError as error:
+        return str(error), 0.0
+    optimizer.step()
+    return "", optimizer.stats.grad_norm
+
+
+@fails_until("gradients of the old loss scale are divided by the one that was loaded")
+def test_a_loss_scale_that_is_loaded_after_backward_is_refused_or_does_not_change_gradients() -> None:
+    model = layerwise.DataParallel(small())
+    optimizer = optimizer_of(model)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    for refusal, norm in run_shortly(2, scale_loaded_after_backward):
+        assert refusal or norm == pytest.approx(optimizer.stats.grad_norm)
 
 
 def group_timeouts(rank: int, world: int) -> list[float]:

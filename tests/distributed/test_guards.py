@@ -7,9 +7,11 @@ The reference is the same arrangement with replicas, all-reduced gradients and n
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from random import Random
 from typing import Any
 from unittest import mock
@@ -22,7 +24,8 @@ from torch import nn
 import layerwise
 from layerwise.comm.reducer import GradReducer
 from layerwise.errors import StateError
-from tests.arrangements import Arrangement, wrap_stage
+from tests import arrangements
+from tests.arrangements import Arrangement
 from tests.ranks import RankFailure, run_ranks
 from tests.reference.oracle import Hyper
 from tests.reliability.misuse import Moe, Small, Stage, mesh_of, on_stages, optimizer_of, short_waits, small
@@ -81,7 +84,8 @@ class Player:
                 for param in module.parameters():
                     param.copy_(torch.randn(param.shape) * 0.1)
                 module.to(arrangement.dtype)
-        self.model = wrap_stage(arrangement, modules, rank, world)
+        mesh = arrangements.mesh_of(arrangement, world)
+        self.model = arrangements.wrap_stage(arrangement, modules, arrangement.layouts[0], mesh)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper(**arrangement.hyper)), count_zeros=True)
         self.seen: list[str] = []
 
@@ -206,7 +210,7 @@ def play_beside_reference(rank: int, world: int, cases: list[tuple[Arrangement, 
     with short_waits(seconds=20.0):
         for arrangement, seed in cases:
             actions = random_actions(seed)
-            plain = replace(arrangement, layout="replicated", options={"overlap_grad_reduce": False})
+            plain = replace(arrangement, layouts=("replicated",), options={"overlap_grad_reduce": False})
             player, reference = Player(rank, world, arrangement), Player(rank, world, plain)
             for at, stepped in enumerate(zip(player.play(actions), reference.play(actions), strict=True)):
                 unlike = differences(player, reference) if any(stepped) else []
@@ -221,7 +225,7 @@ def play_beside_reference(rank: int, world: int, cases: list[tuple[Arrangement, 
 def arrangement(layout: str, reducer: str = "collective", *, zero2: bool = False, **fields: Any) -> Arrangement:
     options = {"reducer": reducer, "shard_grads": zero2, **fields.pop("options", {})}
     hyper = {"clip": 0.5, "weight_decay": 0.1, "matrix": fields.pop("matrix", "muon")}
-    return Arrangement(layout=layout, options=options, hyper=hyper, **fields)
+    return Arrangement(layouts=(layout,), options=options, hyper=hyper, **fields)
 
 
 CHECKED = {"check_collectives": True}
@@ -236,9 +240,9 @@ ARRANGED: dict[int, list[Arrangement]] = {
         arrangement("flat", zero2=True, ep=2, dtype=BF16),
         arrangement("padded", zero2=True, chunks=2, matrix="normuon"),
         arrangement("compact", "ordered", zero2=True, options=SENT, matrix="adamw"),
-        arrangement("auto", pp=2, tied=True, zero2=True, dtype=BF16),
+        arrangement("auto", pp=2, tied="embedding", zero2=True, dtype=BF16),
         arrangement("replicated", ep=2, dtype=BF16, matrix="normuon"),
-        arrangement("padded", "ordered_bf16", pp=2, tied=True, chunks=2),
+        arrangement("padded", "ordered_bf16", pp=2, tied="matrix", chunks=2),
     ],
     3: [
         arrangement("flat", "ordered", zero2=True, dtype=BF16, matrix="normuon"),
@@ -249,9 +253,9 @@ ARRANGED: dict[int, list[Arrangement]] = {
         arrangement("padded:reference", zero2=True, options=CHECKED),
     ],
     4: [
-        arrangement("flat", zero2=True, pp=2, tied=True, ep=2, dtype=BF16, options={**SENT}),
-        arrangement("padded", pp=2, ep=2, tied=True, matrix="normuon"),
-        arrangement("compact", "ordered", pp=2, tied=True, chunks=2),
+        arrangement("flat", zero2=True, pp=2, tied="embedding", ep=2, dtype=BF16, options=SENT),
+        arrangement("padded", pp=2, ep=2, tied="matrix", matrix="normuon"),
+        arrangement("compact", "ordered", pp=2, tied="matrix", chunks=2),
         arrangement("flat", "ordered_bf16", zero2=True, ep=2, options=CHECKED),
         arrangement("padded", "ordered", zero2=True, pp=2, experts=False, chunks=2, dtype=BF16),
     ],
@@ -268,7 +272,7 @@ def test_any_legal_sequence_gives_the_bits_of_a_plain_reference(world: int) -> N
 
 def test_every_layout_meets_every_reducer_it_can_and_both_kinds_of_gradients() -> None:
     met = {
-        (case.layout.partition(":")[0], case.options["reducer"], case.options["shard_grads"])
+        (case.layouts[0].partition(":")[0], case.options["reducer"], case.options["shard_grads"])
         for cases in ARRANGED.values()
         for case in cases
     }
@@ -314,7 +318,7 @@ def resume(rank: int, world: int, cases: list[Arrangement]) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_state_goes_out_and_in_again_bitwise_in_every_layout_and_arrangement(world: int) -> None:
-    deep = {"pp": 2, "tied": True} if world == 4 else {}
+    deep = {"pp": 2, "tied": "embedding"} if world == 4 else {}
     cases = [
         arrangement(layout, matrix=matrix, dtype=BF16, ep=2, zero2=layout in ("flat", "padded"), **deep)
         for layout, matrix in (
@@ -540,6 +544,26 @@ def failure_in_a_block(rank: int, world: int, zero2: bool) -> str:
 
 def test_a_block_that_one_rank_leaves_by_an_exception_can_be_forgotten() -> None:
     assert run_shortly(2, failure_in_a_block, True) == run_shortly(2, failure_in_a_block, False)
+
+
+def failure_while_others_wait(rank: int, world: int) -> float:
+    """Rank 1 fails before a collective of the model's own, in which rank 0 waits for it. How long does it take to hear?"""
+    model = layerwise.DataParallel(small(), shard_grads=True, layout="flat")
+    users = dist.new_group(timeout=timedelta(seconds=2.0))
+    begin = time.monotonic()
+    try:
+        with model.no_sync():
+            if rank == 1:
+                raise FloatingPointError("injected")
+            dist.all_reduce(torch.ones(1), group=users)
+    except (FloatingPointError, RuntimeError):  # the latter is what gloo says of a rank that is gone
+        pass
+    return time.monotonic() - begin if rank == 1 else 0.0
+
+
+@fails_until("a rank that fails in a block waits for the others before it says so")
+def test_a_failure_in_a_block_is_heard_at_once() -> None:
+    assert max(run_shortly(2, failure_while_others_wait)) < 1.0
 
 
 def load_after_partial(rank: int, world: int) -> str:

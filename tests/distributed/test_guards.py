@@ -7,9 +7,11 @@ The reference is the same arrangement with replicas, all-reduced gradients and n
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from random import Random
 from typing import Any
 from unittest import mock
@@ -22,8 +24,9 @@ from torch import nn
 import layerwise
 from layerwise.comm.reducer import GradReducer
 from layerwise.errors import StateError
-from tests.arrangements import Arrangement, wrap_stage
-from tests.ranks import run_ranks
+from tests import arrangements
+from tests.arrangements import Arrangement
+from tests.ranks import RankFailure, run_ranks
 from tests.reference.oracle import Hyper
 from tests.reliability.misuse import Moe, Small, Stage, mesh_of, on_stages, optimizer_of, short_waits, small
 from tests.worlds import gradient, hash_everything, hash_of, hash_tensors, rules
@@ -58,19 +61,14 @@ KINDS = (
     "step",
     "step",
 )
-FORGETTING = ("zero_grad", "model.zero_grad", "failing", "failing block")
 CONSUMING = ("step", "idle and step", "step in a block")
 
 
-def random_actions(seed: int, length: int = 12) -> list[Action]:
-    """Any actions in any order. State is loaded only where no gradient is on its way."""
+def random_actions(seed: int, length: int = 14) -> list[Action]:
+    """Any actions in any order."""
     random = Random(seed)
-    actions: list[Action] = [("backward", 0), ("step", 0)]
-    while len(actions) < length:
-        kind = random.choice(KINDS)
-        if kind != "load state" or actions[-1][0] in (*FORGETTING, *CONSUMING):
-            actions.append((kind, len(actions)))
-    return [*actions, ("backward", length), ("step", length)]
+    middle = [(random.choice(KINDS), number) for number in range(1, length - 1)]
+    return [("backward", 0), ("step", 0), *middle, ("backward", length), ("step", length)]
 
 
 class Player:
@@ -86,7 +84,8 @@ class Player:
                 for param in module.parameters():
                     param.copy_(torch.randn(param.shape) * 0.1)
                 module.to(arrangement.dtype)
-        self.model = wrap_stage(arrangement, modules, rank, world)
+        mesh = arrangements.mesh_of(arrangement, world)
+        self.model = arrangements.wrap_stage(arrangement, modules, arrangement.layouts[0], mesh)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper(**arrangement.hyper)), count_zeros=True)
         self.seen: list[str] = []
 
@@ -211,7 +210,7 @@ def play_beside_reference(rank: int, world: int, cases: list[tuple[Arrangement, 
     with short_waits(seconds=20.0):
         for arrangement, seed in cases:
             actions = random_actions(seed)
-            plain = replace(arrangement, layout="replicated", options={"overlap_grad_reduce": False})
+            plain = replace(arrangement, layouts=("replicated",), options={"overlap_grad_reduce": False})
             player, reference = Player(rank, world, arrangement), Player(rank, world, plain)
             for at, stepped in enumerate(zip(player.play(actions), reference.play(actions), strict=True)):
                 unlike = differences(player, reference) if any(stepped) else []
@@ -226,7 +225,7 @@ def play_beside_reference(rank: int, world: int, cases: list[tuple[Arrangement, 
 def arrangement(layout: str, reducer: str = "collective", *, zero2: bool = False, **fields: Any) -> Arrangement:
     options = {"reducer": reducer, "shard_grads": zero2, **fields.pop("options", {})}
     hyper = {"clip": 0.5, "weight_decay": 0.1, "matrix": fields.pop("matrix", "muon")}
-    return Arrangement(layout=layout, options=options, hyper=hyper, **fields)
+    return Arrangement(layouts=(layout,), options=options, hyper=hyper, **fields)
 
 
 CHECKED = {"check_collectives": True}
@@ -241,9 +240,9 @@ ARRANGED: dict[int, list[Arrangement]] = {
         arrangement("flat", zero2=True, ep=2, dtype=BF16),
         arrangement("padded", zero2=True, chunks=2, matrix="normuon"),
         arrangement("compact", "ordered", zero2=True, options=SENT, matrix="adamw"),
-        arrangement("auto", pp=2, tied=True, zero2=True, dtype=BF16),
+        arrangement("auto", pp=2, tied="embedding", zero2=True, dtype=BF16),
         arrangement("replicated", ep=2, dtype=BF16, matrix="normuon"),
-        arrangement("padded", "ordered_bf16", pp=2, tied=True, chunks=2),
+        arrangement("padded", "ordered_bf16", pp=2, tied="matrix", chunks=2),
     ],
     3: [
         arrangement("flat", "ordered", zero2=True, dtype=BF16, matrix="normuon"),
@@ -254,9 +253,9 @@ ARRANGED: dict[int, list[Arrangement]] = {
         arrangement("padded:reference", zero2=True, options=CHECKED),
     ],
     4: [
-        arrangement("flat", zero2=True, pp=2, tied=True, ep=2, dtype=BF16, options={**SENT}),
-        arrangement("padded", pp=2, ep=2, tied=True, matrix="normuon"),
-        arrangement("compact", "ordered", pp=2, tied=True, chunks=2),
+        arrangement("flat", zero2=True, pp=2, tied="embedding", ep=2, dtype=BF16, options=SENT),
+        arrangement("padded", pp=2, ep=2, tied="matrix", matrix="normuon"),
+        arrangement("compact", "ordered", pp=2, tied="matrix", chunks=2),
         arrangement("flat", "ordered_bf16", zero2=True, ep=2, options=CHECKED),
         arrangement("padded", "ordered", zero2=True, pp=2, experts=False, chunks=2, dtype=BF16),
     ],
@@ -273,7 +272,7 @@ def test_any_legal_sequence_gives_the_bits_of_a_plain_reference(world: int) -> N
 
 def test_every_layout_meets_every_reducer_it_can_and_both_kinds_of_gradients() -> None:
     met = {
-        (case.layout.partition(":")[0], case.options["reducer"], case.options["shard_grads"])
+        (case.layouts[0].partition(":")[0], case.options["reducer"], case.options["shard_grads"])
         for cases in ARRANGED.values()
         for case in cases
     }
@@ -319,7 +318,7 @@ def resume(rank: int, world: int, cases: list[Arrangement]) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_state_goes_out_and_in_again_bitwise_in_every_layout_and_arrangement(world: int) -> None:
-    deep = {"pp": 2, "tied": True} if world == 4 else {}
+    deep = {"pp": 2, "tied": "embedding"} if world == 4 else {}
     cases = [
         arrangement(layout, matrix=matrix, dtype=BF16, ep=2, zero2=layout in ("flat", "padded"), **deep)
         for layout, matrix in (
@@ -392,7 +391,52 @@ def test_norm_groups_may_have_members_on_another_stage_only() -> None:
     assert first["heads"] > 0.0
 
 
+def ties_in_a_ring(rank: int, world: int) -> tuple[str, str]:
+    """Every stage's last weight is the next one's first."""
+    torch.manual_seed(rank)
+    module = Stage()
+    ties = {f"tie {rank}": "first.weight", f"tie {(rank + 1) % world}": "last.weight"}
+    model = layerwise.DataParallel(module, mesh=mesh_of(pp=world), ties=ties, check_collectives=True)
+    optimizer = optimizer_of(model, clip_grad_norm=0.1)
+    for step in range(2):
+        model(torch.linspace(-1.0, 1.0 + rank + step, 12).reshape(2, 6)).square().sum().backward()
+        optimizer.step()
+    return hash_tensors([module.first.weight]), hash_tensors([module.last.weight])
+
+
+def test_ties_may_go_round_in_a_ring() -> None:
+    found = run_ranks(4, ties_in_a_ring)
+    assert [last for _, last in found] == [first for first, _ in (*found[1:], found[0])]
+    assert len({first for first, _ in found}) == 4
+
+
+def hashes_in_a_mesh(rank: int, world: int, dims: tuple[str, str]) -> tuple[str, str]:
+    """Dense weights and experts after two steps. Seeds differ, so that only what is spread and averaged is alike."""
+    torch.manual_seed(rank)
+    module = Moe({"up": "expert"})
+    model = layerwise.DataParallel(module, mesh=mesh_of(**dict.fromkeys(dims, 2)))
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        model(torch.linspace(-1.0, 1.0 + rank + step, 12).reshape(2, 6)).square().sum().backward()
+        optimizer.step()
+    return hash_tensors([module.dense.weight]), hash_tensors([module.up])
+
+
+@pytest.mark.parametrize("dims", [("dp", "ep"), ("ep", "dp")])
+def test_dims_of_a_mesh_may_come_in_any_order(dims: tuple[str, str]) -> None:
+    found = run_ranks(4, hashes_in_a_mesh, dims)
+    assert len({dense for dense, _ in found}) == 1
+    experts = [up for _, up in found]
+    same = [(0, 2), (1, 3)] if dims == ("dp", "ep") else [(0, 1), (2, 3)]
+    assert all(experts[one] == experts[other] for one, other in same)
+    assert len(set(experts)) == 2
+
+
 # ------------------------------------------------------------------------------------------------ legal, and once broken
+
+
+def fails_until(reason: str) -> Callable[..., Any]:
+    return pytest.mark.xfail(strict=True, reason=reason, raises=(AssertionError, RankFailure))
 
 
 def run_shortly(world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
@@ -455,26 +499,28 @@ def test_released_gradients_of_experts_on_one_rank_keep_every_backward() -> None
     assert run_shortly(2, norm_of_late_and_accumulated, True) == run_shortly(2, norm_of_late_and_accumulated, False)
 
 
-def metric_after_partial(rank: int, world: int) -> float:
+def metric_after_partial(rank: int, world: int, options: dict[str, bool]) -> float:
     torch.manual_seed(1)
-    model = layerwise.DataParallel(
-        nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(6))),
-        shard_grads=True,
-        layout="flat",
-        bucket_mib=0.0001,
-    )
+    layers = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(6)))
+    model = layerwise.DataParallel(layers, layout="flat", bucket_mib=0.0001, **options)
     optimizer = optimizer_of(model)
     params = list(model.module.parameters())
-    # The bucket that is reduced first gets no gradient on rank 1.
-    sum(param.sum() for param in (params if rank == 0 else params[:-1])).backward()
     total = torch.ones(1)
-    dist.all_reduce(total)
-    optimizer.step()
+    for _ in range(2):
+        # The bucket that is reduced first gets no gradient on rank 1.
+        sum((param.sum() for param in (params if rank == 0 else params[:-1])), torch.zeros(())).backward()
+        dist.all_reduce(total)
+        optimizer.step()
     return float(total)
 
 
 def test_released_gradients_never_wait_inside_backward() -> None:
-    assert run_shortly(2, metric_after_partial) == [2.0, 2.0]
+    assert run_shortly(2, metric_after_partial, {"shard_grads": True}) == [4.0, 4.0]
+
+
+@fails_until("collectives are compared while backward launches them, with a peer that launches them in step()")
+def test_checked_collectives_never_wait_inside_backward() -> None:
+    assert run_shortly(2, metric_after_partial, {"check_collectives": True}) == [4.0, 4.0]
 
 
 def failure_in_a_block(rank: int, world: int, zero2: bool) -> str:
@@ -498,6 +544,26 @@ def failure_in_a_block(rank: int, world: int, zero2: bool) -> str:
 
 def test_a_block_that_one_rank_leaves_by_an_exception_can_be_forgotten() -> None:
     assert run_shortly(2, failure_in_a_block, True) == run_shortly(2, failure_in_a_block, False)
+
+
+def failure_while_others_wait(rank: int, world: int) -> float:
+    """Rank 1 fails before a collective of the model's own, in which rank 0 waits for it. How long does it take to hear?"""
+    model = layerwise.DataParallel(small(), shard_grads=True, layout="flat")
+    users = dist.new_group(timeout=timedelta(seconds=2.0))
+    begin = time.monotonic()
+    try:
+        with model.no_sync():
+            if rank == 1:
+                raise FloatingPointError("injected")
+            dist.all_reduce(torch.ones(1), group=users)
+    except (FloatingPointError, RuntimeError):  # the latter is what gloo says of a rank that is gone
+        pass
+    return time.monotonic() - begin if rank == 1 else 0.0
+
+
+@fails_until("a rank that fails in a block waits for the others before it says so")
+def test_a_failure_in_a_block_is_heard_at_once() -> None:
+    assert max(run_shortly(2, failure_while_others_wait)) < 1.0
 
 
 def load_after_partial(rank: int, world: int) -> str:
@@ -571,6 +637,51 @@ def expert_buffers(rank: int, world: int) -> list[float]:
 
 def test_buffers_inside_expert_modules_stay_with_their_experts() -> None:
     assert run_shortly(2, expert_buffers) == [[0.0, 0.0], [1.0, 1.0]]
+
+
+class Mixture(ScaledExperts):
+    """Experts beside a frozen router, which is the same on all ranks."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.router = nn.Linear(6, 2).requires_grad_(False)
+        nn.init.constant_(self.router.weight, value)
+        self.router.register_buffer("loads", torch.full((2,), value))
+
+
+def router_beside_experts(rank: int, world: int) -> list[float]:
+    module = Mixture(float(rank))
+    layerwise.DataParallel(module, mesh=mesh_of(dp=1, ep=2))
+    return [float(module.router.weight.sum()), float(module.router.loads.sum())]
+
+
+@fails_until("whatever lies below a module that holds experts goes with them, and frozen dense params are not spread")
+def test_frozen_params_and_buffers_of_a_router_beside_experts_start_from_the_first_rank() -> None:
+    assert run_shortly(2, router_beside_experts) == [[0.0, 0.0]] * 2
+
+
+def scale_loaded_after_backward(rank: int, world: int) -> tuple[str, float]:
+    model = layerwise.DataParallel(small())
+    optimizer = optimizer_of(model, loss_scale=layerwise.LossScale(initial=2.0**4))
+    saved: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+    saved["layerwise"]["loss_scale"]["scale"] = 2.0**8
+    optimizer.scale_loss(model(torch.ones(2, 6)).sum()).backward()
+    try:
+        optimizer.load_state_dict(saved)
+    except StateError as error:
+        return str(error), 0.0
+    optimizer.step()
+    return "", optimizer.stats.grad_norm
+
+
+@fails_until("gradients of the old loss scale are divided by the one that was loaded")
+def test_a_loss_scale_that_is_loaded_after_backward_is_refused_or_does_not_change_gradients() -> None:
+    model = layerwise.DataParallel(small())
+    optimizer = optimizer_of(model)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    for refusal, norm in run_shortly(2, scale_loaded_after_backward):
+        assert refusal or norm == pytest.approx(optimizer.stats.grad_norm)
 
 
 def group_timeouts(rank: int, world: int) -> list[float]:

@@ -1,6 +1,8 @@
-"""S7, comm_contract: nine ways in which three ranks can be about to issue different collectives, each stopped on every rank before data moves.
+"""S7, comm_contract: ways in which three ranks can be about to issue different collectives, each stopped on every rank before data moves.
 
-Rank 1 is the culprit. Without the contract most of these come out as wrong numbers or as a hang; the control shows two that pass in silence.
+Rank 1 is the culprit. Nine classes, and those of them again that a gather of uneven stretches, an ordered sum and a domain of two of the ranks can have;
+in a domain only its members are stopped. Without the contract most of these come out as wrong numbers or as a hang; the control shows some that pass in
+silence.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +35,8 @@ class Attempt:
     """One rank's part in a violation: the tensors it brings and the call it is about to make."""
 
     tensors: list[Tensor]
-    call: Callable[[], object]
+    call: Callable[[], object] | None
+    """None for a rank that has no part in it."""
 
 
 def _op(
@@ -125,6 +129,87 @@ def _outsider(comm: Communicator, rank: int) -> Attempt:
     return Attempt([mine], lambda: inside.all_reduce(_op("all_reduce"), mine).wait())
 
 
+_STRETCHES = (5, 0, 7)
+_RING = (12, 5, 7)
+"""What each rank sends of these in a ring: all but what its successor owns."""
+
+
+def _uneven(comm: Communicator, tensor: Tensor, **changes: Any) -> Callable[[], object]:
+    """A gather of uneven stretches, of whatever the tensor is."""
+    numel = changes.get("numel", tensor.numel())
+    op = _op("uneven_all_gather", numel, changes.get("dtype", DType.FP32), changes.get("label", "bucket 0"), _RING)
+    stretches = (numel - 7, 0, 7)
+    return lambda: comm.uneven_all_gather(op, tensor, stretches).wait()
+
+
+def _uneven_dtype(comm: Communicator, rank: int) -> Attempt:
+    wide = rank == CULPRIT
+    mine = _values(rank, dtype=torch.float64 if wide else torch.float32)
+    return Attempt([mine], _uneven(comm, mine, dtype=DType.FP64 if wide else DType.FP32))
+
+
+def _uneven_numel(comm: Communicator, rank: int) -> Attempt:
+    mine = _values(rank, _NUMEL - (rank == CULPRIT))
+    return Attempt([mine], _uneven(comm, mine))
+
+
+def _uneven_order(comm: Communicator, rank: int) -> Attempt:
+    first, second = _values(rank), _values(rank) + 1000
+    calls = [_uneven(comm, first, label="bucket 0"), _uneven(comm, second, label="bucket 1")]
+
+    def call() -> None:
+        for each in reversed(calls) if rank == CULPRIT else calls:
+            each()
+
+    return Attempt([first, second], call)
+
+
+def _uneven_kind(comm: Communicator, rank: int) -> Attempt:
+    mine, full = _values(rank, 4), _values(rank)
+    if rank == CULPRIT:
+        return Attempt([full], lambda: comm.all_gather(_op("all_gather"), mine, full).wait())
+    return Attempt([full], _uneven(comm, full))
+
+
+def _uneven_strided(comm: Communicator, rank: int) -> Attempt:
+    whole = _values(rank, 2 * _NUMEL)
+    return Attempt([whole], _uneven(comm, whole[::2] if rank == CULPRIT else whole[:_NUMEL]))
+
+
+def _ordered_splits(comm: Communicator, rank: int) -> Attempt:
+    """An ordered sum: every rank sends each owner its stretch, and gets its own from all. The culprit owns another."""
+    splits = _STRETCHES[::-1] if rank == CULPRIT else _STRETCHES
+    mine, incoming = _values(rank), _values(rank, 3 * splits[rank])
+    op = _op("all_to_all", numel=24, sent=tuple(_NUMEL - split for split in splits))
+    return Attempt([mine, incoming], lambda: comm.all_to_all(op, mine, incoming, splits, [splits[rank]] * 3).wait())
+
+
+def _ordered_wire(comm: Communicator, rank: int) -> Attempt:
+    """The culprit rounds for the wire, the others do not."""
+    narrow = rank == CULPRIT
+    dtype = torch.bfloat16 if narrow else torch.float32
+    mine, incoming = _values(rank, dtype=dtype), _values(rank, 3 * _STRETCHES[rank], dtype=dtype)
+    sent = tuple(_NUMEL - stretch for stretch in _STRETCHES)
+    op = _op("all_to_all", numel=24, dtype=DType.BF16 if narrow else DType.FP32, sent=sent)
+    return Attempt(
+        [mine, incoming], lambda: comm.all_to_all(op, mine, incoming, _STRETCHES, [_STRETCHES[rank]] * 3).wait()
+    )
+
+
+def _in_domain(violation: Callable[[Communicator, int], Attempt]) -> Callable[[Communicator, int], Attempt]:
+    """The same violation in a domain of ranks 0 and 1; rank 2 is alone in its own and must notice nothing."""
+
+    def attempt(comm: Communicator, rank: int) -> Attempt:
+        control = dist.new_group([0, 1])
+        pair = dist.new_group([0, 1])
+        if rank == 2:
+            return Attempt([_values(rank)], None)
+        contract = Contract(control) if comm.contract is not None else None
+        return violation(Communicator(pair, contract), rank)
+
+    return attempt
+
+
 VIOLATIONS: dict[str, Callable[[Communicator, int], Attempt]] = {
     "another dtype": _dtype,
     "another number of elements": _numel,
@@ -135,8 +220,24 @@ VIOLATIONS: dict[str, Callable[[Communicator, int], Attempt]] = {
     "other splits": _splits,
     "a strided tensor": _strided,
     "a rank outside the group": _outsider,
+    "another dtype in an uneven gather": _uneven_dtype,
+    "another number of elements in an uneven gather": _uneven_numel,
+    "two uneven gathers in another order": _uneven_order,
+    "an even gather among uneven ones": _uneven_kind,
+    "a strided tensor in an uneven gather": _uneven_strided,
+    "other stretches in an ordered sum": _ordered_splits,
+    "a narrower wire in an ordered sum": _ordered_wire,
+    "another dtype in a domain": _in_domain(_dtype),
+    "another number of elements in a domain": _in_domain(_numel),
+    "two collectives in another order in a domain": _in_domain(_order),
+    "another root in a domain": _in_domain(_root),
 }
-SILENT = ("two collectives in another order", "another reduction")
+SILENT = (
+    "two collectives in another order",
+    "another reduction",
+    "two uneven gathers in another order",
+    "two collectives in another order in a domain",
+)
 """Violations that gloo carries out without a word: the ones that a switched-off contract is shown with."""
 
 
@@ -147,6 +248,8 @@ def violate(rank: int, world: int, name: str, checked: bool) -> str:
     before = hash_tensors(attempt.tensors)
     dist.barrier()
     begin = time.monotonic()
+    if attempt.call is None:
+        return ""
     try:
         attempt.call()
     except ContractError as error:

@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerwise.comm.collectives import Communicator
+from layerwise.comm.contract import Contract
 from layerwise.comm.facts import gather_facts
 from layerwise.comm.groups import NO_GROUPS, agree, derive_together
 from layerwise.dtypes import DType
 from layerwise.errors import ContractError
 from layerwise.layout.schedule import CommOp
-from tests.ranks import run_ranks
+from tests.ranks import raised, run_ranks
 
 NUMEL = 12
 
@@ -209,3 +210,22 @@ def spread_in_pair(rank: int, world: int) -> list[float]:
 def test_sources_are_numbers_within_their_group() -> None:
     found = [10.0, 31.0, 32.0, 33.0, 3.0]
     assert run_ranks(4, spread_in_pair) == [[], found, [], found]
+
+
+def differ_in_parts(rank: int, world: int, kind: str) -> str:
+    """Two ranks that agree on the bucket and not on who owns what in it."""
+    comm = Communicator(dist.group.WORLD, Contract(dist.new_group()))
+    full = torch.arange(float(NUMEL))
+    if kind == "uneven_all_gather":
+        stretches, sent = ([8, 4], (8, 4)) if rank == 0 else ([4, 8], (4, 8))
+        entry = op(kind, world=world, sent=sent)
+        return raised(lambda: comm.uneven_all_gather(entry, full, stretches).wait())
+    parts = [(0, slice(0, 6)), (1, slice(6, 12))]
+    return raised(lambda: comm.broadcast_parts(op(kind, world=world), full, parts if rank == 0 else parts[::-1]).wait())
+
+
+@pytest.mark.xfail(strict=True, reason="a fingerprint has the bucket's elements, not its stretches or parts")
+@pytest.mark.parametrize("kind", ["uneven_all_gather", "broadcast"])
+def test_ranks_that_disagree_about_stretches_or_parts_are_stopped(kind: str) -> None:
+    for answer in run_ranks(2, differ_in_parts, kind, pg_timeout_s=3.0):
+        assert answer.startswith("ContractError")

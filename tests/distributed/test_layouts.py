@@ -244,18 +244,13 @@ def slots_used(rank: int, world: int, layout: str, accumulation: int, overlap: b
     return found
 
 
-PILES_UP = pytest.mark.xfail(
-    strict=True, reason="the end of a block launches its reductions and does not wait for them"
-)
-
-
 @pytest.mark.parametrize(
     ("layout", "accumulation", "overlap"),
     [
         ("flat", 1, True),
         ("padded", 1, False),
-        pytest.param("flat", 3, True, marks=PILES_UP),
-        pytest.param("padded", 2, False, marks=PILES_UP),
+        ("flat", 3, True),
+        ("padded", 2, False),
     ],
 )
 def test_full_gradients_on_real_ranks_are_at_most_those_of_one_microbatch(

@@ -105,7 +105,7 @@ def excluded_matrices(rank: int, world: int) -> list[str]:
     without = {name: blocks for name, blocks in arrangements._MATRICES.items() if name != EXCLUDED}
     with mock.patch.dict(arrangements._MATRICES, without, clear=True):
         options = {"rules": [RouteRule(pattern=EXCLUDED, to="other")]}
-        return arranged(rank, world, Arrangement(layout="padded", steps=2, options=options), also)
+        return arranged(rank, world, Arrangement(layouts=("padded",), steps=2, options=options), also)
 
 
 def buffers_do_not_know(rank: int) -> Any:

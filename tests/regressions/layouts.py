@@ -141,7 +141,9 @@ def tied_weight_lies_alone(rank: int, world: int) -> list[str]:
     copies = ("embed.weight", "head.weight")
     options = {"rules": [RouteRule(pattern=copies[rank // (world // 2)], to="matrix")]}
     with mock.patch.dict(arrangements._MATRICES, {copy: [(0, VOCABULARY)] for copy in copies}):
-        return arranged(rank, world, Arrangement(pp=2, tied=True, layout="padded", steps=2, options=options), also)
+        return arranged(
+            rank, world, Arrangement(pp=2, tied="embedding", layouts=("padded",), steps=2, options=options), also
+        )
 
 
 def bucket_as_long_as_the_weight(rank: int) -> Any:
@@ -231,7 +233,7 @@ def as_many_shards_as_ranks(rank: int, world: int) -> list[str]:
         ]
 
     for layout in ("flat", "compact"):
-        if found := arranged(rank, world, Arrangement(ep=2, layout=layout, steps=2), also):
+        if found := arranged(rank, world, Arrangement(ep=2, layouts=(layout,), steps=2), also):
             return found
     return []
 

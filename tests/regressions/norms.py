@@ -107,7 +107,10 @@ def counted_once(rank: int, world: int) -> list[str]:
     Here an element is counted by the rank that holds it, by the first rank of its own domain where all of them do, and
     by the first stage where several have a copy.
     """
-    for arrangement in (Arrangement(ep=2, layout="replicated", steps=2), Arrangement(pp=2, tied=True, steps=2)):
+    for arrangement in (
+        Arrangement(ep=2, layouts=("replicated",), steps=2),
+        Arrangement(pp=2, tied="embedding", steps=2),
+    ):
         if found := arranged(rank, world, arrangement):
             return found
     return []

@@ -192,7 +192,7 @@ def alone_with_experts(rank: int, world: int) -> list[str]:
     marked fresh.
     """
     for layout in SHARDED:
-        arrangement = Arrangement(ep=world, layout=layout, dtype=BF16, steps=2)
+        arrangement = Arrangement(ep=world, layouts=(layout,), dtype=BF16, steps=2)
         if found := arranged(rank, world, arrangement, _fresh("expert")):
             return found
     return []
@@ -204,7 +204,7 @@ def alone_with_everything(rank: int, world: int) -> list[str]:
     Here it is the same path as on any number of ranks.
     """
     for layout in (*SHARDED, "replicated"):
-        arrangement = Arrangement(pp=world, layout=layout, dtype=BF16, steps=2)
+        arrangement = Arrangement(pp=world, layouts=(layout,), dtype=BF16, steps=2)
         if found := arranged(rank, world, arrangement, _fresh("dense")):
             return found
     return []
@@ -288,7 +288,7 @@ def after_all_rules(rank: int, world: int) -> list[str]:
 
     Here masters get a new version when all rules have stepped, and only then is anything stale.
     """
-    return arranged(rank, world, Arrangement(chunks=2, layout="padded", steps=2))
+    return arranged(rank, world, Arrangement(chunks=2, layouts=("padded",), steps=2))
 
 
 def replicas_of_later_chunks(rank: int, world: int) -> list[str]:

@@ -65,7 +65,7 @@ def unmixed_launches(rank: int, world: int) -> list[str]:
         return found
 
     for layout in ("compact", "flat"):
-        if found := arranged(rank, world, Arrangement(chunks=2, layout=layout, steps=2), also):
+        if found := arranged(rank, world, Arrangement(chunks=2, layouts=(layout,), steps=2), also):
             return found
     return []
 
@@ -126,7 +126,7 @@ def all_ranks_reduce(rank: int, world: int) -> list[str]:
     Here there is one optimizer per model, and a mesh has to hold every rank along dims whose meaning is known. Anything
     else is refused, on all ranks.
     """
-    found = arranged(rank, world, Arrangement(ep=2, layout="compact", steps=2))
+    found = arranged(rank, world, Arrangement(ep=2, layouts=("compact",), steps=2))
     meshes = {
         "instances": init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("instance", "dp")),
         "part of the ranks": DeviceMesh("cpu", torch.arange(world // 2), mesh_dim_names=("dp",)),

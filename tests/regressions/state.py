@@ -176,7 +176,7 @@ def own_groups(rank: int, world: int) -> list[str]:
     group, which is the user's.
     """
     with _default_group_noted() as names:
-        found = arranged(rank, world, Arrangement(pp=2, tied=True, steps=2))
+        found = arranged(rank, world, Arrangement(pp=2, tied="embedding", steps=2))
     return found + [f"a collective over the default group: {name}" for name in sorted(set(names))]
 
 

@@ -165,21 +165,28 @@ def _declared_domains(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def domains_by_prefix(*chunks: nn.Module) -> Callable[[str], str]:
-    """Which domain a param or a buffer belongs to: its own word, or that of the params beside or above it."""
-    declared: dict[str, str] = {}
+    """Which domain a param or a buffer belongs to. Params go by their own word; a buffer goes with the innermost module
+    around it that has params, if all of those are of one domain."""
+    domains: dict[str, str] = {}
     for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
-        named = _declared_domains(dict(chunk.named_modules(remove_duplicate=False)))
-        declared.update({f"{prefix}{fqn}": domain for fqn, domain in named.items()})
-    beside = {fqn.rpartition(".")[0]: domain for fqn, domain in declared.items()}
+        declared = _declared_domains(dict(chunk.named_modules(remove_duplicate=False)))
+        for fqn, _ in chunk.named_parameters(remove_duplicate=False):
+            domains[f"{prefix}{fqn}"] = declared.get(fqn, DENSE)
+    within: dict[str, set[str]] = {}
+    for fqn, domain in domains.items():
+        holder = fqn
+        while holder:
+            holder = holder.rpartition(".")[0]
+            within.setdefault(holder, set()).add(domain)
 
     def domain_of(name: str) -> str:
-        if name in declared:
-            return declared[name]
+        if name in domains:
+            return domains[name]
         holder = name
         while holder:
             holder = holder.rpartition(".")[0]
-            if holder in beside:
-                return beside[holder]
+            if holder in within:
+                return next(iter(within[holder])) if len(within[holder]) == 1 else DENSE
         return DENSE
 
     return domain_of

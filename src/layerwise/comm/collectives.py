@@ -81,15 +81,16 @@ class Communicator:
         As one broadcast per rank that has any: neither gloo nor NCCL knows an uneven all-gather of its own. All ranks
         issue all of them, also those that own nothing, and sizes and dtype are the bucket's.
         """
-        self._check(_name(op), "uneven_all_gather", full, op=op)
+        self._check(_name(op), "uneven_all_gather", full, op=op, parts=list(enumerate(numels)))
         self._count("uneven_all_gather", full.nbytes - numels[(self.rank + 1) % self.world] * full.element_size())
         stretches = torch.split(full, list(numels))
         return self._broadcasts(op, full, [(source, part) for source, part in enumerate(stretches) if part.numel()])
 
     def broadcast_parts(self, op: CommOp, full: Tensor, parts: Sequence[tuple[int, slice]]) -> Handle:
         """Each (source, part) of `full` from its source to all, one by one."""
-        self._check(_name(op), "broadcast", full, op=op)
         pieces = [(source, full[part]) for source, part in parts]
+        numels = [(source, int(piece.storage_offset()), piece.numel()) for source, piece in pieces]
+        self._check(_name(op), "broadcast", full, op=op, parts=numels)
         self._count("broadcast", sum(wire_nbytes("broadcast", piece.nbytes, self.world) for _, piece in pieces))
         return self._broadcasts(op, full, pieces)
 
@@ -140,6 +141,7 @@ class Communicator:
         op: CommOp | None = None,
         splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
         root: int | None = None,
+        parts: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         """Compare the call with its schedule entry and, where a contract is kept, with what the other ranks are about
         to do."""
@@ -157,6 +159,7 @@ class Communicator:
                     numel=None if kind == "all_to_all" else tensor.numel(),
                     send_splits=splits[0] if splits else None,
                     receive_splits=splits[1] if splits else None,
+                    parts=None if parts is None else [list(part) for part in parts],
                     problem=problem,
                 )
             )

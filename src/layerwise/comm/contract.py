@@ -27,11 +27,13 @@ class Fingerprint:
     numel: int | None
     send_splits: tuple[int, ...] | None
     receive_splits: tuple[int, ...] | None
+    parts: list[list[int]] | None
+    """(source, elements) of each part, where a collective is made of several."""
     problem: str | None
     """What this rank alone can see to be wrong."""
 
 
-_COMPARED = ("label", "kind", "reduce", "root", "dtype", "numel")
+_COMPARED = ("label", "kind", "reduce", "root", "dtype", "numel", "parts")
 
 
 class Contract:
@@ -57,12 +59,12 @@ class Contract:
             if entry["problem"] is not None:
                 return f"rank {rank}: {entry['problem']}"
         for field in ("sequence", *_COMPARED):
-            ranks_by_value: dict[object, list[int]] = defaultdict(list)
+            ranks_by_value: dict[str, list[int]] = defaultdict(list)
             for rank, entry in enumerate(gathered):
-                ranks_by_value[entry[field]].append(rank)
+                ranks_by_value[repr(entry[field])].append(rank)
             if len(ranks_by_value) > 1:
                 views = "; ".join(
-                    f"{value!r} on rank{'s' if len(ranks) > 1 else ''} {_join(ranks)}"
+                    f"{value} on rank{'s' if len(ranks) > 1 else ''} {_join(ranks)}"
                     for value, ranks in ranks_by_value.items()
                 )
                 return f"{field} differs: {views}. All ranks must issue the same collectives in the same order."

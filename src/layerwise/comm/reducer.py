@@ -211,14 +211,14 @@ class GradReducer:
             progress.phase = BucketPhase.REDUCED
 
     @torch.no_grad()
-    def end_round(self) -> None:
+    def end_round(self, *, wait: bool = True) -> None:
         """A `no_sync()` block is over: where full gradients are released, reduce what it brought, and wait for it, or the
         next block's would pile up on top. Every rank does, also one that it brought nothing: the others wait for its
         zeros."""
         if not self._leases:
             return
         self._is_last_round = False
-        self._finish_round()
+        self._finish_round() if wait else self._launch_rest()
         self._learn()
         late = self._late_grads
         self._late_grads = [

@@ -134,11 +134,15 @@ class DataParallel(nn.Module):
         before, self._sync = self._sync, False
         try:
             yield
-        finally:
+        except BaseException:
             self._sync = before
             if before:
-                # Also after an exception: other ranks may have had none, and reduce this round.
-                self.engine.reducer.end_round()
+                # Other ranks may have had no exception, and reduce this round; but this one is to be heard at once.
+                self.engine.reducer.end_round(wait=False)
+            raise
+        self._sync = before
+        if before:
+            self.engine.reducer.end_round()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as `optimizer.zero_grad()` does."""

@@ -16,6 +16,7 @@ SAME = Fingerprint(
     numel=12,
     send_splits=None,
     receive_splits=None,
+    parts=None,
     problem=None,
 )
 

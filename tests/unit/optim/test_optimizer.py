@@ -19,9 +19,12 @@ def totals(**square_sums: float) -> Totals:
         num_zeros=None,
         missing={},
         nonfinite=(),
-        late=(),
+        late=frozenset(),
         nothing_arrived=False,
         consistent=True,
+        problems=0,
+        scaled=(0,),
+        unscaled=(0,),
         divisor=2.0,
     )
 

@@ -80,7 +80,7 @@ def trainer_forgets_layout(rank: int) -> Any:
 
 # ------------------------------------------------------------------------------------------------ routes
 
-EXCLUDED = "tall.weight"
+EXCLUDED = "square.weight"
 
 
 def excluded_matrices(rank: int, world: int) -> list[str]:
@@ -157,12 +157,12 @@ CASES = (
             Mistake(
                 what="buffers do not know of the exclusion",
                 put_in=buffers_do_not_know,
-                seen_as="tall.weight lies in a buffer of family matrix and is updated by adamw",
+                seen_as="square.weight lies in a buffer of family matrix and is updated by adamw",
             ),
             Mistake(
                 what="the optimizer does not know of the exclusion",
                 put_in=optimizer_does_not_know,
-                seen_as="master of tall.weight",
+                seen_as="master of square.weight",
             ),
         ),
     ),

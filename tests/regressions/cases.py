@@ -81,8 +81,10 @@ def compared(rank: int, world: int, case: worlds.Case, also: Also | None = None)
 
 
 def _with(real: Callable[..., list[str]], also: Also | None) -> Callable[..., list[str]]:
-    def differences(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, *rest: Any) -> list[str]:
-        return [*real(model, optimizer, *rest), *(also(model, optimizer) if also else ())]
+    def differences(
+        model: layerwise.DataParallel, optimizer: layerwise.Optimizer, *rest: Any, **more: Any
+    ) -> list[str]:
+        return [*real(model, optimizer, *rest, **more), *(also(model, optimizer) if also else ())]
 
     return differences
 

@@ -304,7 +304,7 @@ CASES = (
             Mistake(
                 what="a tied weight shares its bucket with others",
                 put_in=tied_weight_among_others,
-                seen_as="'embedding'",
+                seen_as="tie 'the tie'",
             ),
         ),
     ),

@@ -17,7 +17,7 @@ from layerwise.optim.optimizer import Optimizer
 from layerwise.optim.policy import GradientPolicy
 from layerwise.optim.stats import StatsPass
 from layerwise.routing.spec import DENSE, EXPERT
-from tests import arrangements, worlds
+from tests import worlds
 from tests.arrangements import Arrangement
 from tests.reference.oracle import Hyper
 from tests.regressions.cases import (
@@ -49,12 +49,15 @@ def group_on_one_stage(rank: int, world: int) -> list[str]:
             found = [] if times == 1 else [f"statistics took {times} collectives in a step"]
             return found + differ_between_ranks("norms", optimizer.stats.norms)
 
-        # The oracle knows the head by another name than the model does.
-        hyper = {"clip": 0.25, "norm_groups": {"head": "stage 1 head.weight"}}
-        arrangement = Arrangement(pp=2, experts=False, steps=2, hyper=hyper, options={"check_collectives": True})
-        by_fqn = {"norm_groups": {"head": "head.weight"}}
-        with in_place_of(arrangements, "rules", lambda real: lambda given: {**real(given), **by_fqn}):
-            return arranged(rank, world, arrangement, also)
+        arrangement = Arrangement(
+            pp=2,
+            experts=False,
+            steps=2,
+            hyper={"clip": 0.25},
+            norm_groups={"head": "head.weight"},
+            options={"check_collectives": True},
+        )
+        return arranged(rank, world, arrangement, also)
 
 
 def existence_by_stage(rank: int) -> Any:
@@ -148,7 +151,7 @@ def skip_together(rank: int, world: int) -> list[str]:
 
     Here the decision is a function of reduced values and of nothing else.
     """
-    case = worlds.Case(model="few", check_collectives=True)
+    case = worlds.Case(model="few", options={"check_collectives": True})
     model = worlds.wrap(case, case.build())
     optimizer = layerwise.Optimizer(model, **rules(Hyper()), skip_above=1e3)
     params = model.engine.storage.params

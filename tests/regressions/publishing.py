@@ -71,7 +71,7 @@ def uneven_shards(rank: int, world: int) -> list[str]:
     with ExitStack() as stack:
         for name in POINT_TO_POINT:
             stack.enter_context(in_place_of(dist, name, noted(name)))
-        case = worlds.Case(shapes=shapes, layout="compact", check_collectives=True, steps=2)
+        case = worlds.Case(shapes=shapes, layout="compact", options={"check_collectives": True}, steps=2)
         return compared(rank, world, case, also)
 
 
@@ -124,7 +124,7 @@ def owners_of_nothing(rank: int, world: int) -> list[str]:
         return [] if len(idle) == len(model.plan.buckets) else ["in the scene every rank owns some of a bucket"]
 
     for layout in ("compact", "flat"):
-        case = worlds.Case(model="few", dtype=BF16, layout=layout, check_collectives=True, steps=2)
+        case = worlds.Case(model="few", dtype=BF16, layout=layout, options={"check_collectives": True}, steps=2)
         if found := compared(rank, world, case, also):
             return found
     return []
@@ -299,7 +299,7 @@ def replicas_of_later_chunks(rank: int, world: int) -> list[str]:
     Here being stale is a property of each bucket. Replicas are compared between ranks, without an oracle.
     """
     torch.manual_seed(3)
-    chunks = [Stage(has_experts=False, has_embedding=not chunk, has_head=bool(chunk)) for chunk in range(2)]
+    chunks = [Stage(chunk, has_experts=False, has_embedding=not chunk, has_head=bool(chunk)) for chunk in range(2)]
     for param in (param for chunk in chunks for param in chunk.parameters()):
         torch.nn.init.normal_(param, std=0.1)
     model = layerwise.DataParallel(chunks, layout="padded", bucket_mib=0.001)

@@ -166,18 +166,24 @@ def _declared_domains(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 def domains_by_prefix(*chunks: nn.Module) -> Callable[[str], str]:
     """Which domain a param or a buffer belongs to. Params go by their own word; a buffer goes with the innermost module
-    around it that has params, if all of those are of one domain."""
+    around it that has params, if those of them that are trained are all of one domain."""
     domains: dict[str, str] = {}
+    frozen: set[str] = set()
     for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
         declared = _declared_domains(dict(chunk.named_modules(remove_duplicate=False)))
-        for fqn, _ in chunk.named_parameters(remove_duplicate=False):
+        for fqn, param in chunk.named_parameters(remove_duplicate=False):
             domains[f"{prefix}{fqn}"] = declared.get(fqn, DENSE)
+            frozen.update(() if param.requires_grad else (f"{prefix}{fqn}",))
     within: dict[str, set[str]] = {}
-    for fqn, domain in domains.items():
-        holder = fqn
+    trained: set[str] = set()
+    for fqn in sorted(domains, key=frozen.__contains__):  # frozen ones last: they count where nothing is trained
+        holder, domain = fqn, domains[fqn]
         while holder:
             holder = holder.rpartition(".")[0]
-            within.setdefault(holder, set()).add(domain)
+            if fqn not in frozen or holder not in trained:
+                within.setdefault(holder, set()).add(domain)
+            if fqn not in frozen:
+                trained.add(holder)
 
     def domain_of(name: str) -> str:
         if name in domains:

@@ -88,10 +88,10 @@ def test_a_declaration_that_fits_nothing_is_refused_by_name(declared: Any, error
         param_table(Block(Experts(declared)))
 
 
-def test_frozen_params_and_buffers_beside_experts_belong_to_their_domain() -> None:
+def test_buffers_beside_experts_belong_to_their_domain_and_params_go_by_their_own_word() -> None:
     domain_of = domains_by_prefix(Block())
     assert domain_of("moe.counts") == "expert"
-    assert domain_of("moe.frozen") == "expert"
+    assert domain_of("moe.frozen") == "dense"
     assert domain_of("mask") == "dense"
     assert domain_of("first.weight") == "dense"
     in_chunks = domains_by_prefix(nn.Linear(2, 2), Block())

@@ -248,7 +248,6 @@ def test_where_nobody_knows_when_a_reduction_is_over_all_of_one_backward_is_held
     assert train_released(says_ready=False, microbatches=1).peak == 12
 
 
-@pytest.mark.xfail(strict=True, reason="the end of a block launches its reductions and does not wait for them")
 def test_microbatches_do_not_pile_up_where_nobody_knows_when_a_reduction_is_over() -> None:
     assert train_released(says_ready=False, microbatches=4).peak <= 12
 

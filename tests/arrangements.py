@@ -87,7 +87,7 @@ class Arrangement:
     experts: bool = True
     tied: Literal["", "embedding", "matrix"] = ""
     layouts: tuple[str, ...] = ("flat",)
-    steps: int = 3
+    steps: int = 2
     accumulation: int = 1
     missing: bool = False
     dtype: torch.dtype = torch.float32

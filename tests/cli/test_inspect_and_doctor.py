@@ -70,7 +70,8 @@ def test_inspect_as_json_holds_the_same_as_data(capsys: pytest.CaptureFixture[st
     assert row["homes"] == [-1, -1]
     assert list(row) == PARAM_KEYS
     assert list(found) == ["digest", "world", "layout", "params", "totals", "plan"]
-    assert found["plan"]["layout"] == "replicated"
+    assert found["layout"] == "replicated"
+    assert {bucket["layout"] for bucket in found["plan"]["buckets"]} == {"replicated"}
     assert len(found["digest"]) == 64
 
 

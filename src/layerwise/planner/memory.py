@@ -7,10 +7,11 @@ and what a communication library allocates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from layerwise.dtypes import DType
 from layerwise.layout.choice import spread
@@ -59,6 +60,25 @@ def memory_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> list[Mem
 
     Ranks of a smaller domain are taken to be arranged as `layout.choice.sent_by_rank` says.
     """
+    return [_memory(held) for held in _held_by_rank(plan, schedule, rules)]
+
+
+def worst_memory(plan: Plan, schedule: CommSchedule, rules: Rules) -> Memory:
+    """What the rank holds that holds most."""
+    return _memory(max(_held_by_rank(plan, schedule, rules), key=sum))
+
+
+_Held: TypeAlias = tuple[int, int, int, int, int]
+"""The fields of a `Memory`, in order: thousands of ranks have one, and most are only compared."""
+
+
+def _memory(held: _Held) -> Memory:
+    params, grads, masters, state, slots = held
+    return Memory(params=params, grads=grads, masters=masters, state=state, slots=slots)
+
+
+def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[_Held]:
+    """What every rank holds."""
     frozen = sum(param.nbytes for param in plan.table if plan.routes[param.fqn].family == "frozen")
     params, full = frozen, 0
     masters, grads, state, reducing = ([0] * plan.world for _ in range(4))
@@ -81,10 +101,9 @@ def memory_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> list[Mem
             peaks = _exchange_peaks(work, homes.by_cohort, schedule, dtypes)
             # One domain after the other.
             exchanging = list(map(max, exchanging, spread(peaks, plan.world)))
-    return [
-        Memory(params=params, grads=full + grad, masters=master, state=kept, slots=max(reduced, exchanged))
-        for grad, master, kept, reduced, exchanged in zip(grads, masters, state, reducing, exchanging, strict=True)
-    ]
+    grads = [full + apart for apart in grads]
+    slots = map(max, reducing, exchanging)
+    return zip(repeat(params, plan.world), grads, masters, state, slots, strict=True)
 
 
 def _plus(totals: Sequence[int], more: Sequence[int], times: int = 1) -> list[int]:
@@ -188,11 +207,13 @@ def _exchange_peaks(
     """Most bytes of staging that each rank of a domain has at once while its cohorts go round; one number where ranks do
     not differ."""
     columns: list[list[int]] = []
+    is_moving = any(op.phase in _WAYS and op.domain == work.domain for op in schedule.ops)
     for cohort, batches in enumerate(homes):
-        ops = [schedule.find(phase, f"{work.domain} cohort {cohort}") for phase in _WAYS]
         itemsize = dtypes[work.domain, cohort].itemsize
-        for numels in (*((0,) if op is None else op.sent for op in ops), batches):
-            columns.append([numel * itemsize for numel in numels])
+        for phase in _WAYS:
+            op = schedule.find(phase, f"{work.domain} cohort {cohort}") if is_moving else None
+            columns.append([0] if op is None else [numel * itemsize for numel in op.sent])
+        columns.append([numel * itemsize for numel in batches])
     ranks = max((len(column) for column in columns), default=1)
     known: dict[tuple[int, ...], int] = {}
     peaks = []

@@ -14,7 +14,7 @@ from layerwise.dtypes import DType
 from layerwise.layout.choice import Choice, Hardware
 from layerwise.layout.plan import DEFAULT_HARDWARE, Plan, compare_plans
 from layerwise.layout.storage import Reducer
-from layerwise.planner.memory import Memory, memory_by_rank
+from layerwise.planner.memory import Memory, worst_memory
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import Traffic, Work, traffic_of, work_of
 from layerwise.routing.rules import suspicion
@@ -69,7 +69,7 @@ def column_of(
     return Column(
         layout=plan.layout_label,
         is_chosen=is_chosen,
-        memory=max(memory_by_rank(plan, schedule, rules), key=lambda memory: memory.total),
+        memory=worst_memory(plan, schedule, rules),
         padding_percent=100 * plan.padding_ratio,
         buckets=len(plan.buckets),
         work=work_of(plan, rules, hardware),

@@ -84,16 +84,16 @@ class Traffic:
 
 def traffic_of(plan: Plan, schedule: CommSchedule, hardware: Hardware) -> Traffic:
     """The bytes of a plan's schedule, and times by the cost model of `layout/choice.py`."""
-    totals = sent_by_rank(schedule.ops, plan.world)
+    reductions = [op for op in schedule.ops if op.phase == "reduce"]
+    after = sent_by_rank((op for op in schedule.ops if op.phase != "reduce"), plan.world)
+    totals = list(map(add, after, sent_by_rank(reductions, plan.world)))
     nbytes = max(totals)
     rank = totals.index(nbytes)
     numbers = numbers_of(plan, rank)
     by_phase: dict[Phase, int] = {}
     for op in schedule.ops:
         by_phase[op.phase] = by_phase.get(op.phase, 0) + op.nbytes(numbers.get(op.domain, 0))
-    reductions = [op for op in schedule.ops if op.phase == "reduce"]
-    after = max(sent_by_rank((op for op in schedule.ops if op.phase != "reduce"), plan.world))
-    waited = after + exposed_nbytes(plan.buckets, reductions, plan.grad_dtype)
+    waited = max(after) + exposed_nbytes(plan.buckets, reductions, plan.grad_dtype)
     per_byte = 1 / hardware.link_gb_s / 1e6
     return Traffic(
         rank=rank,

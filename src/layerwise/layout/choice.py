@@ -220,10 +220,12 @@ def _memory(buffers: Sequence[BufferPlan], grad_dtype: DType, world: int) -> lis
         master = 0 if buffer.key.dtype is DType.FP32 else DType.FP32.itemsize
         widened = 0 if grad_dtype is DType.FP32 else DType.FP32.itemsize
         everywhere += buffer.numel * (buffer.key.dtype.itemsize + grad_dtype.itemsize)
+        each = master + widened + DType.FP32.itemsize
+        uneven = [0] * world
         for bucket in buffer.buckets:
-            each = master + widened + DType.FP32.itemsize
             if bucket.borders:
-                held = list(map(add, held, (numel * each for numel in bucket.shard_numels())))
+                uneven = list(map(add, uneven, bucket.shard_numels()))
             else:
                 everywhere += bucket.numel // bucket.num_shards * each
+        held = list(map(add, held, (numel * each for numel in uneven)))
     return [so_far + everywhere for so_far in held]

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import queue
-import signal
 import tempfile
 import time
 import traceback
@@ -93,7 +92,7 @@ def run_ranks(
             for process in processes:
                 process.join(timeout=0.5 if errors else 10)
                 if process.is_alive():
-                    os.kill(process.pid or 0, signal.SIGKILL)
+                    process.kill()
                     process.join()
     if errors:
         raise RankFailure("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))

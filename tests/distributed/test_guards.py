@@ -26,7 +26,7 @@ from layerwise.comm.reducer import GradReducer
 from layerwise.errors import StateError
 from tests import arrangements
 from tests.arrangements import Arrangement
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 from tests.reference.oracle import Hyper
 from tests.reliability.misuse import Moe, Small, Stage, mesh_of, on_stages, optimizer_of, short_waits, small
 from tests.worlds import gradient, hash_everything, hash_of, hash_tensors, rules
@@ -435,10 +435,6 @@ def test_dims_of_a_mesh_may_come_in_any_order(dims: tuple[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------ legal, and once broken
 
 
-def fails_until(reason: str) -> Callable[..., Any]:
-    return pytest.mark.xfail(strict=True, reason=reason, raises=(AssertionError, RankFailure))
-
-
 def run_shortly(world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
     """Ranks that are expected to be quick or to hang."""
     return run_ranks(world, _shortly, job, args, timeout_s=10.0, pg_timeout_s=4.0)
@@ -518,7 +514,6 @@ def test_released_gradients_never_wait_inside_backward() -> None:
     assert run_shortly(2, metric_after_partial, {"shard_grads": True}) == [4.0, 4.0]
 
 
-@fails_until("collectives are compared while backward launches them, with a peer that launches them in step()")
 def test_checked_collectives_never_wait_inside_backward() -> None:
     assert run_shortly(2, metric_after_partial, {"check_collectives": True}) == [4.0, 4.0]
 
@@ -672,7 +667,6 @@ def scale_loaded_after_backward(rank: int, world: int) -> tuple[str, float]:
     return "", optimizer.stats.grad_norm
 
 
-@fails_until("gradients of the old loss scale are divided by the one that was loaded")
 def test_a_loss_scale_that_is_loaded_after_backward_is_refused_or_does_not_change_gradients() -> None:
     model = layerwise.DataParallel(small())
     optimizer = optimizer_of(model)

@@ -150,7 +150,9 @@ class Engine:
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
         self.storage = Storage(self.plan, trainables, ranks)
-        self.reducer = GradReducer(self.storage, self.communicators, self._ties, overlap=settings.overlap_grad_reduce)
+        # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
+        overlap = settings.overlap_grad_reduce and not settings.check_collectives
+        self.reducer = GradReducer(self.storage, self.communicators, self._ties, overlap=overlap)
         self.publisher = Publisher(self.storage, self.communicators)
         self.has_optimizer = False
         if hooked:

@@ -272,8 +272,14 @@ class Optimizer(torch.optim.Optimizer):
         )
         common = {"step": fitting.extra["step"], "loss_scale": fitting.extra["loss_scale"]}
         agree(self._engine.groups, "state dicts", common, across_stages=True)
-        # Ranks may have reduced different buckets by now, and are about to gather weights over the same groups.
         if any_rank(self._engine.groups, self._engine.reducer.has_gradients):
+            loaded = fitting.extra["loss_scale"]
+            if self._scaler is not None and loaded is not None and loaded["scale"] != self._scaler.scale:
+                raise StateError(
+                    f"load_state_dict() between backward and step() brings loss scale {loaded['scale']:g}, gradients have "
+                    f"{self._scaler.scale:g}. Call zero_grad() or step() first."
+                )
+            # Ranks may have reduced different buckets by now, and are about to gather weights over the same groups.
             self._engine.reducer.settle()
         fitting.write(self)
         self._step_count = fitting.extra["step"]

@@ -44,6 +44,7 @@ class DataParallel(nn.Module):
         bucket_mib: size of gradient buckets; None takes 40 M elements, or more on many ranks.
         grad_dtype: dtype in which gradients are accumulated and reduced.
         check_collectives: before every collective compare across ranks what is about to happen; slow, for debugging.
+            Nothing is reduced during backward then.
     """
 
     def __init__(

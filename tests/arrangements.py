@@ -92,6 +92,8 @@ class Arrangement:
     missing: bool = False
     dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype = torch.float32
+    bucket_mib: float = 0.002
+    """512 elements in fp32: several buckets, and one that holds several params."""
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of DataParallel."""
     hyper: dict[str, Any] = field(default_factory=lambda: {"clip": 0.5})
@@ -259,7 +261,7 @@ def wrap_stage(
         mesh=mesh,
         ties=dict(zip(("the tie",), copies, strict=False)),
         layout=layout,
-        bucket_mib=0.001,
+        bucket_mib=arrangement.bucket_mib,
         grad_dtype=arrangement.grad_dtype,
         **arrangement.options,
     )

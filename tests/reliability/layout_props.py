@@ -37,7 +37,7 @@ from layerwise.routing.split import row_blocks
 from tests.strategies import divisors, named, random_param, random_sizes
 
 FIGURE = "S6 layout_props"
-FULL_EXAMPLES, QUICK_EXAMPLES = 10_000, 300
+FULL_EXAMPLES, QUICK_EXAMPLES = 10_000, 200
 _SEEDS_HASHED = 100
 """Cases that another process, with another order of hashes, plans again."""
 _HUGE = (4096, 8191, 10_000, 16_384, 30_000, 49_999, 65_535, 65_536)

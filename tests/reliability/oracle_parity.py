@@ -135,7 +135,7 @@ def arranged_product() -> list[tuple[int, Arrangement]]:
             hyper=HYPERS[number % len(HYPERS)],
             accumulation=1 + number % 2,
             missing=number % 4 > 1,
-            steps=2,
+            bucket_mib=0.001,
         )
         found.append((world, fitting(changed, LAYOUTS)))
     return found

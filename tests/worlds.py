@@ -416,6 +416,10 @@ def differences(
     predicted = optimizer.schedule.bytes_by_collective(model.engine.storage.ranks, rounds)
     if dict(optimizer.stats.bytes_by_collective) != predicted:
         found.append(f"bytes {dict(optimizer.stats.bytes_by_collective)} against {predicted}")
+    engine, steps = model.engine, optimizer.stats.step
+    due = {kind: steps * nbytes for kind, nbytes in engine.publisher.due_nbytes.items()}
+    if dict(engine.gathered_nbytes) != due:  # all replicas were read above
+        found.append(f"bytes {dict(engine.gathered_nbytes)} were gathered in {steps} steps, {due} were due")
     return found
 
 
@@ -494,6 +498,7 @@ def hash_everything(optimizer: layerwise.Optimizer) -> str:
     """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them. Not of
     how it was asked for: runs with another reducer can be compared."""
     storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
+    optimizer._engine.publisher.ensure_all()
     tensors: list[Tensor] = []
     for bucket in storage.buckets:
         tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]

@@ -275,6 +275,7 @@ def losses_of_scaling(rank: int, world: int) -> tuple[str, str]:
                 model, {fqn: gradient(fqn, p.shape, rank, step, 0) * factor for fqn, p in params.items()}, sync=True
             )
             optimizer.step()
+        model.ensure()
         buckets = model.engine.storage.buckets
         hashes.append(hash_tensors(tensor for b in buckets for tensor in (b.replica, b.master, *b.state.values())))
     return hashes[0], hashes[1]

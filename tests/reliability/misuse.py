@@ -213,12 +213,16 @@ def _() -> Scene:
     layerwise.DataParallel(module, mesh=object())
 
 
-@misuse(
-    "overlap of the param gather, which is not built yet", NotImplementedError, "overlap_param_gather", "leave it False"
-)
+@misuse("a negative prefetch", ValueError, "prefetch", "0 or more", "-1")
 def _() -> Scene:
     yield (module := small())
-    layerwise.DataParallel(module, overlap_param_gather=True)
+    layerwise.DataParallel(module, prefetch=-1)
+
+
+@misuse("another prefetch on one rank", PlanMismatchError, "ranks 0 and 1", "prefetch", "1 against 2", world=2)
+def _(rank: int, world: int) -> Scene:
+    yield (module := small())
+    layerwise.DataParallel(module, prefetch=1 + rank)
 
 
 @misuse("no trainable param", ValueError, "Small has no trainable param", "Unfreeze")

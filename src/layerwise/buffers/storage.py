@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 
 import torch
@@ -15,7 +16,15 @@ from layerwise.layout.plan import Plan
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan, Span
 
 
-@dataclass
+class ReplicaState(Enum):
+    """How a bucket's replica stands to its master."""
+
+    FRESH = "fresh"  # forward may read it
+    STALE = "stale"  # the master has moved on
+    IN_FLIGHT = "in flight"  # a gather is writing it
+
+
+@dataclass(eq=False)
 class Bucket:
     """One bucket's memory on this rank."""
 
@@ -31,13 +40,45 @@ class Bucket:
     spans: tuple[Span, ...]
     ring: GradRing | None = None  # where `grad` is leased from
     state: dict[str, Tensor] = field(default_factory=dict)  # 1D, fp32 each: momentum, exp_avg ...
+    # The step that masters are at, the one whose gather was launched last, and the one that forward reads.
     master_version: int = 0
+    launched_version: int = 0
     replica_version: int = 0
 
     @cached_property
     def span_by_fqn(self) -> dict[str, Span]:
         """This rank's span of each param that it holds some of."""
         return {span.fqn: span for span in self.spans}
+
+    @property
+    def replica_state(self) -> ReplicaState:
+        """Where the three versions are; there is no flag that could say something else."""
+        if self.replica_version == self.master_version:
+            return ReplicaState.FRESH
+        return ReplicaState.IN_FLIGHT if self.launched_version == self.master_version else ReplicaState.STALE
+
+    def advance(self) -> None:
+        """The master has moved: fresh becomes stale."""
+        self._expect(ReplicaState.FRESH, ReplicaState.STALE)
+        self.master_version += 1
+
+    def launch(self) -> None:
+        """The gather was started: stale becomes in flight."""
+        self._expect(ReplicaState.STALE, ReplicaState.IN_FLIGHT)
+        self.launched_version = self.master_version
+
+    def land(self) -> None:
+        """The gather was waited for: in flight becomes fresh."""
+        self._expect(ReplicaState.IN_FLIGHT, ReplicaState.FRESH)
+        self.replica_version = self.master_version
+
+    def _expect(self, state: ReplicaState, becoming: ReplicaState) -> None:
+        if self.replica_state is not state:
+            raise StateError(
+                f"{self.plan.label} cannot become {becoming.value}: its replica is {self.replica_state.value} (version "
+                f"{self.replica_version} of {self.master_version}), expected {state.value}. Bring it up to date first, "
+                "with model.ensure()."
+            )
 
     @property
     def replica_shard(self) -> Tensor:

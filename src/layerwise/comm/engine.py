@@ -34,6 +34,17 @@ _HOOKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Params whose gradients the hooks of a DataParallel take away; nobody else would ever see one."""
 
 
+_SWITCHES = (
+    "strict",
+    "shard_grads",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "align_param_gather",
+    "check_collectives",
+    "check_replicas",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a DataParallel was asked for; `DataParallel` documents them."""
@@ -48,15 +59,22 @@ class Settings:
     shard_grads: bool = False
     ties: Mapping[str, str] = field(default_factory=dict)
     overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    prefetch: int | None = None
+    align_param_gather: bool = False
     check_collectives: bool = False
+    check_replicas: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("strict", "shard_grads", "overlap_grad_reduce", "check_collectives"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         mib = self.bucket_mib
         if mib is not None and not (isinstance(mib, int | float) and math.isfinite(mib) and mib > 0):
             raise ValueError(f"bucket_mib must be a positive number, got {mib!r}. Leave it out for the default.")
+        ahead = self.prefetch
+        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
+            raise ValueError(f"prefetch must be a number of buckets, 0 or more, or None for all, got {ahead!r}.")
         if not isinstance(self.ties, Mapping) or not all(
             isinstance(text, str) and text for pair in self.ties.items() for text in pair
         ):
@@ -152,8 +170,21 @@ class Engine:
         self.storage = Storage(self.plan, trainables, ranks)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
-        self.reducer = GradReducer(self.storage, self.communicators, self._ties, overlap=overlap)
-        self.publisher = Publisher(self.storage, self.communicators)
+        # Gathers belong to the step that made them due, whenever they are launched, and are counted apart.
+        self.gathered_nbytes: Counter[str] = Counter()
+        self.publisher = Publisher(
+            self.storage,
+            {
+                name: Communicator(own.group, own.contract, self.gathered_nbytes)
+                for name, own in self.communicators.items()
+            },
+            overlap=settings.overlap_param_gather,
+            prefetch=settings.prefetch,
+            aligned=settings.align_param_gather,
+        )
+        self.reducer = GradReducer(
+            self.storage, self.communicators, self._ties, overlap=overlap, before=self.publisher.launch_all
+        )
         self.has_optimizer = False
         if hooked:
             _HOOKED.update(dict.fromkeys(self.storage.params.values(), True))
@@ -232,6 +263,6 @@ class Engine:
     @torch.no_grad()
     def pull_from_replicas(self) -> None:
         """Take the weights that forward reads as the truth, after the user changed them."""
+        self.publisher.ensure_all()
         for bucket in self.storage.buckets:
             bucket.refresh_master()
-            bucket.replica_version = bucket.master_version

@@ -1,41 +1,153 @@
 """Phase 7, publish: a bucket knows the step its master is at and the step its replica is at; `ensure` makes them equal.
 
 Whoever reads weights calls `ensure`. There is nothing to stage beforehand and so nothing to forget.
+
+Gathers are launched in one order on every rank, each bucket's once per step: all of them when masters have moved, or only
+a few ahead of what is read. Whoever needs a bucket then launches those before it too, and what no module asked for is
+launched before the first gradient is reduced, so that ranks which ran different modules still issue the same sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch.profiler import record_function
 
-from layerwise.buffers.storage import Bucket, Storage
+from layerwise.buffers.stale import StaleGuard
+from layerwise.buffers.storage import Bucket, ReplicaState, Storage
 from layerwise.comm.collectives import Communicator
+from layerwise.comm.groups import Groups, share
 from layerwise.comm.handles import Handle
+from layerwise.errors import StateError
 from layerwise.layout.schedule import CommOp, publish_op
 from layerwise.layout.storage import BucketPlan
+
+_PATIENCE_S = 10.0
+"""After how long a rank that reads a weight says what it is waiting for."""
 
 
 class Publisher:
     """Brings replicas up to date by pulling from masters."""
 
-    def __init__(self, storage: Storage, communicators: Mapping[str, Communicator]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        communicators: Mapping[str, Communicator],
+        *,
+        overlap: bool,
+        prefetch: int | None,
+        aligned: bool,
+    ) -> None:
         self._storage = storage
         self._communicators = communicators
+        self.overlap = overlap
         self._ops = [
             publish_op(bucket.plan, storage.plan.buffers[bucket.plan.buffer].key.dtype) for bucket in storage.buckets
         ]
+        self.due_nbytes: Counter[str] = Counter()
+        """What one round of gathers will have sent."""
+        for bucket, op in zip(storage.buckets, self._ops, strict=True):
+            if op is not None:
+                self.due_nbytes[op.kind] += op.nbytes(communicators[bucket.plan.domain].rank)
+        self._prefetch, self._aligned = prefetch, aligned
+        self._guards = [self._guard(bucket) for bucket in storage.buckets] if overlap else []
+        self._flights: dict[int, Handle] = {}
+        self._launched = len(storage.buckets)
+        # Backward reduces the end of the model first, forward reads its beginning first.
+        self._set_order(list(reversed(range(len(storage.buckets)))))
+        # In which order modules first asked for buckets: the true forward order, once it has been seen.
+        self._asked: list[int] | None = [] if overlap else None
+        self._when_learned: list[Callable[[], object]] = []
+        self._compiled: dict[int, Bucket] = {}
+
+    def _guard(self, bucket: Bucket) -> StaleGuard:
+        params = [self._storage.params[placement.fqn] for placement in bucket.plan.placements]
+        return StaleGuard(params, lambda: self._ensure_read(bucket))
+
+    def _set_order(self, order: Sequence[int]) -> None:
+        """The sequence of gathers, and how far each bucket's reader launches it."""
+        self._order = list(order)
+        last = len(order) - 1
+        ahead = last + 1 if self._prefetch is None else self._prefetch
+        self._first = min(ahead - 1, last)
+        self._reach = {index: min(position + ahead, last) for position, index in enumerate(self._order)}
+        if self._aligned:
+            # All of a chunk at once, and nothing of the next: the pipeline's stages run the same chunk together.
+            chunks = [self._storage.plan.buffers[bucket.plan.buffer].key.chunk for bucket in self._storage.buckets]
+            last_of = {chunks[index]: position for position, index in enumerate(self._order)}
+            self._reach = {index: last_of[chunks[index]] for index in self._order}
+            self._first = -1
+
+    def begin(self) -> None:
+        """Masters have moved: all replicas are stale. Gathers now, or as forward asks for them."""
+        self._launched = 0
+        if not self.overlap:
+            self.ensure_all()
+            return
+        for guard in self._guards:
+            guard.arm()
+        self._launch_to(self._first)
 
     @torch.no_grad()
     def ensure(self, bucket: Bucket) -> None:
         """Make this rank's replica of a bucket as new as its master."""
         if bucket.replica_version == bucket.master_version:
             return
-        bucket.refresh_replica_shard()
-        op = self._ops[bucket.plan.index]
-        if op is not None:
-            self._start(bucket, op).wait()
-        bucket.replica_version = bucket.master_version
+        self._launch_to(self._reach[bucket.plan.index])
+        self._land(bucket)
+
+    def _ensure_read(self, bucket: Bucket) -> None:
+        """Somebody reads a weight outside its module's forward. That may be one rank alone, while the others wait for it
+        elsewhere, so say what it waits for."""
+        name = bucket.plan.placements[0].fqn
+        hint = (
+            f"{name!r} is read on this rank, which waits for the other ranks to read it too. If they wait for this one, call "
+            "model.ensure() on every rank first, or pass prefetch=None to DataParallel."
+        )
+        timer = threading.Timer(_PATIENCE_S, warnings.warn, (hint,), {"stacklevel": 2})
+        timer.daemon = True
+        timer.start()
+        try:
+            self.ensure(bucket)
+        except RuntimeError as error:
+            raise StateError(hint) from error
+        finally:
+            timer.cancel()
+
+    def launch_all(self) -> None:
+        """Launch what is left, and wait for nothing."""
+        self._launch_to(len(self._order) - 1)
+
+    def ensure_all(self) -> None:
+        """Bring every bucket up to date."""
+        self.launch_all()
+        for index in self._order:
+            if self._storage.buckets[index].replica_state is not ReplicaState.FRESH:
+                self._land(self._storage.buckets[index])
+
+    @torch.no_grad()
+    def _launch_to(self, position: int) -> None:
+        while self._launched <= position:
+            bucket = self._storage.buckets[self._order[self._launched]]
+            self._launched += 1
+            bucket.refresh_replica_shard()
+            op = self._ops[bucket.plan.index]
+            if op is not None:
+                self._flights[bucket.plan.index] = self._start(bucket, op)
+            bucket.launch()
+
+    def _land(self, bucket: Bucket) -> None:
+        flight = self._flights.pop(bucket.plan.index, None)
+        if flight is not None:
+            with record_function(f"layerwise::wait for {bucket.plan.label}"):
+                flight.wait()
+        bucket.land()
+        if self._guards:
+            self._guards[bucket.plan.index].disarm()
 
     def _start(self, bucket: Bucket, op: CommOp) -> Handle:
         communicator = self._communicators[bucket.plan.domain]
@@ -47,9 +159,51 @@ class Publisher:
             case _:
                 return communicator.all_gather(op, bucket.replica_shard, bucket.replica)
 
-    def ensure_all(self) -> None:
-        """Bring every bucket up to date, in plan order."""
-        for bucket in self._storage.buckets:
+    # -- the order of forward ------------------------------------------------------------------------
+
+    def ask(self, buckets: Iterable[Bucket]) -> None:
+        """A module that reads these is about to run."""
+        if self._asked is not None:
+            self._asked.extend(bucket.plan.index for bucket in buckets if bucket.plan.index not in self._asked)
+
+    def when_learned(self, then: Callable[[], object]) -> None:
+        """Call this once nobody needs to `ask` any more."""
+        self._when_learned.append(then)
+
+    def learn_order(self, groups: Groups) -> None:
+        """Once, in the first step: gather in the order in which forward asked, from now on. Ranks of a stage take their
+        first one's word, since they must launch alike. No gather may be left to launch."""
+        if self._asked is None:
+            return
+        asked = list(self._asked)
+        if groups.control is not None:
+            told = share(groups, lambda: {"order": asked})
+            asked = told[min(groups.stages[groups.stage])]["order"]  # type: ignore[assignment]
+        self._asked = None
+        for then in self._when_learned:
+            then()
+        expected = [index for index in self._order if index in asked]
+        if expected != asked:
+            if groups.rank == min(groups.stages[groups.stage]):
+                names = [self._storage.buckets[index].plan.placements[0].fqn for index in asked]
+                warnings.warn(
+                    "modules run in another order than they were registered in: params are gathered as they run from now "
+                    f"on, first the bucket of {names[0]!r}.",
+                    stacklevel=3,
+                )
+            self._set_order([*asked, *(index for index in self._order if index not in asked)])
+
+    # -- compiled modules ----------------------------------------------------------------------------
+
+    def note_compiled(self, buckets: Iterable[Bucket]) -> None:
+        """A module that reads these is being traced: the code that comes of it will not ask."""
+        for bucket in buckets:
+            self._compiled[bucket.plan.index] = bucket
+            self.ensure(bucket)
+
+    def ensure_compiled(self) -> None:
+        """Bring up to date whatever compiled code may read."""
+        for bucket in self._compiled.values():
             self.ensure(bucket)
 
 

@@ -9,7 +9,7 @@ ends with each `no_sync()` block, and the last one in `finish()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -63,9 +63,12 @@ class GradReducer:
         ties: Mapping[str, Communicator],
         *,
         overlap: bool,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._storage = storage
         self._overlap = overlap
+        # What every rank must have launched before its first reduction.
+        self._before = before
         self._reductions = [
             reduction_of(bucket, storage.plan.grad_dtype, communicators[bucket.plan.domain])
             for bucket in storage.buckets
@@ -163,6 +166,8 @@ class GradReducer:
             self._launch_group()
 
     def _launch_group(self) -> None:
+        if self._next == 0:
+            self._before()
         for index in self._launches[self._next].buckets:
             self._launch(self._storage.buckets[index], self._progress[index])
         self._next += 1

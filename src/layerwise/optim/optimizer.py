@@ -177,6 +177,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Nobody may have read some weights since the last step. They are gathered now: masters are about to move.
+        self._engine.publisher.ensure_all()
         if self._plain:
             self._collect_gradients()
         self._engine.storage.pull_changed_params()
@@ -264,6 +266,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
         it on every rank."""
+        self._engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
         fitting = derive_together(
             self._engine.groups,
             "state dicts",
@@ -281,14 +284,15 @@ class Optimizer(torch.optim.Optimizer):
                 )
             # Ranks may have reduced different buckets by now, and are about to gather weights over the same groups.
             self._engine.reducer.settle()
+        self._engine.publisher.ensure_all()
         fitting.write(self)
         self._step_count = fitting.extra["step"]
         self._engine.reducer.step_number = self._step_count
         if self._scaler is not None and fitting.extra["loss_scale"] is not None:
             self._scaler.load_state_dict(fitting.extra["loss_scale"])
         for bucket in self._engine.storage.buckets:
-            bucket.master_version += 1
-        self._engine.publisher.ensure_all()
+            bucket.advance()
+        self._engine.publisher.begin()
 
     def _extra_state(self) -> ExtraState:
         return {
@@ -386,7 +390,9 @@ class Optimizer(torch.optim.Optimizer):
             self._step_count += 1
             self._engine.reducer.step_number = self._step_count
             self._update.apply(self.param_groups, divisor, coefficients, self._step_count)
-            self._engine.publisher.ensure_all()
+            self._engine.publisher.learn_order(self._engine.groups)
+            self._engine.publisher.begin()
+            self._engine.sent_nbytes.update(self._engine.publisher.due_nbytes)
         self.stats = replace(
             _stats_from(totals, coefficients),
             step=self._step_count,

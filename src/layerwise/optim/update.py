@@ -128,7 +128,7 @@ class Update:
         for cohorts in self._cohorts:
             self._orthogonalise(cohorts, options)
         for bucket in self._buckets:
-            bucket.master_version += 1
+            bucket.advance()
 
     def _elementwise(self, index: int, group: GroupPlan, live: Options, step: int) -> None:
         """Decay and the part of the rule that needs no whole matrix."""

@@ -14,7 +14,18 @@ from layerwise.comm.groups import Mesh, all_ranks, arranged, check_mesh, derive_
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
 from layerwise.layout.storage import ParamSync, Reducer
+from layerwise.parallel.watch import watch_forward
 from layerwise.routing.rules import RouteRule
+
+_SAME_EVERYWHERE = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "prefetch",
+    "align_param_gather",
+    "check_collectives",
+    "check_replicas",
+)
+"""Settings that decide when collectives are issued, and are in no plan."""
 
 
 class DataParallel(nn.Module):
@@ -40,11 +51,17 @@ class DataParallel(nn.Module):
         param_sync: "gather", or "broadcast", which sends every piece on its own: slow, to compare with.
         shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
         overlap_grad_reduce: reduce full buckets while backward goes on.
-        overlap_param_gather: gather params during the next forward instead of in `step()`; not built yet.
+        overlap_param_gather: let the gathers of params run on under the next forward, which waits for each bucket just
+            before it reads it, instead of waiting in `step()`. Whatever else reads a weight waits for it too.
+        prefetch: how many buckets may be on their way ahead of the one that forward reads; None starts all of them in
+            `step()`. With a number a bucket arrives only once every rank has come near it, so all ranks must run the same
+            modules, and no rank may read weights alone: call `ensure()` on every rank before.
+        align_param_gather: start the gathers of a whole chunk with its first module, as interleaved pipelines want it.
         bucket_mib: size of gradient buckets; None takes 40 M elements, or more on many ranks.
         grad_dtype: dtype in which gradients are accumulated and reduced.
         check_collectives: before every collective compare across ranks what is about to happen; slow, for debugging.
             Nothing is reduced during backward then.
+        check_replicas: after every sync compare a hash of all weights across ranks; slow, for debugging.
     """
 
     def __init__(
@@ -60,20 +77,19 @@ class DataParallel(nn.Module):
         param_sync: ParamSync = "gather",
         shard_grads: bool = False,
         overlap_grad_reduce: bool = True,
-        overlap_param_gather: bool = False,
+        overlap_param_gather: bool = True,
+        prefetch: int | None = None,
+        align_param_gather: bool = False,
         bucket_mib: float | None = None,
         grad_dtype: torch.dtype = torch.float32,
         check_collectives: bool = False,
+        check_replicas: bool = False,
     ) -> None:
         everyone = all_ranks()
 
         def checked() -> tuple[tuple[nn.Module, ...], Settings]:
             chunks = _chunks_of(module)
             check_mesh(mesh)
-            if overlap_param_gather:
-                raise NotImplementedError(
-                    "overlap_param_gather is not built yet: leave it False, params are gathered at the end of step()."
-                )
             settings = Settings(
                 layout=layout,
                 rules=rules,
@@ -85,7 +101,11 @@ class DataParallel(nn.Module):
                 shard_grads=shard_grads,
                 ties={} if ties is None else ties,
                 overlap_grad_reduce=overlap_grad_reduce,
+                overlap_param_gather=overlap_param_gather,
+                prefetch=prefetch,
+                align_param_gather=align_param_gather,
                 check_collectives=check_collectives,
+                check_replicas=check_replicas,
             )
             if settings.ties and num_stages(mesh) == 1:
                 raise ValueError(
@@ -100,8 +120,7 @@ class DataParallel(nn.Module):
             checked,
             lambda found: {
                 "mesh": describe_mesh(mesh),
-                "overlap_grad_reduce": found[1].overlap_grad_reduce,
-                "check_collectives": found[1].check_collectives,
+                **{name: getattr(found[1], name) for name in _SAME_EVERYWHERE},
             },
         )
         super().__init__()
@@ -109,6 +128,10 @@ class DataParallel(nn.Module):
         self.engine = Engine(chunks, arranged(everyone, mesh, checked=check_collectives), settings, hooked=True)
         self.engine.spread_from_first()
         self._sync = True
+        if overlap_param_gather:
+            storage = self.engine.storage
+            bucket_of = {param: storage.buckets[self.plan.bucket_of[fqn]] for fqn, param in storage.params.items()}
+            watch_forward(self.engine.chunks, bucket_of, self.engine.publisher)
         for fqn, param in self.engine.storage.params.items():
             param.register_post_accumulate_grad_hook(self._take_gradient(fqn))  # type: ignore[no-untyped-call]
 
@@ -117,12 +140,14 @@ class DataParallel(nn.Module):
         """What was decided: `.digest`, `.describe()`, `.route(fqn).reason`."""
         return self.engine.plan
 
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *args: object, **kwargs: object) -> object:
         if len(self.engine.chunks) > 1:
             raise StateError(
                 f"the model is {len(self.engine.chunks)} chunks: there is no forward through all of them here. Call "
                 "model.module[i], or hand the chunks to a pipeline schedule."
             )
+        self.engine.publisher.ensure_compiled()
         return self.engine.chunks[0](*args, **kwargs)
 
     @contextmanager
@@ -149,6 +174,11 @@ class DataParallel(nn.Module):
         """Forget all gradients, as `optimizer.zero_grad()` does."""
         self.engine.reducer.reset()
         super().zero_grad(set_to_none)
+
+    def ensure(self) -> None:
+        """Bring all weights up to date, with `overlap_param_gather`. Reading them does so as well, but waits for the other
+        ranks to read them too. Call it on every rank."""
+        self.engine.publisher.ensure_all()
 
     def pull_from_replicas(self) -> None:
         """Call after changing weights behind torch's back (`param.data.copy_()`), so that the optimizer goes on from

@@ -1,0 +1,85 @@
+"""Params that must not be read yet: while its replica is stale, a param is of a class that brings it up to date first.
+
+Whatever reads a param's values goes through `__torch_function__` then: another module that shares it, `state_dict()`, an
+optimizer of the user's own, a reference that was kept from before. Once fresh, a param has its own class again, and
+nothing is left in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ATTRIBUTES = (
+    *("grad", "grad_fn", "requires_grad", "is_leaf", "_version", "shape", "ndim", "itemsize", "nbytes"),
+    *("dtype", "device", "layout", "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn"),
+)
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous", "__len__"),
+    *("is_floating_point", "is_complex", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+)
+_HARMLESS = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(Tensor, name) for name in _METHODS),
+        getattr(Tensor, "grad").__set__,  # noqa: B009  (torch declares the class's own descriptor as a value)
+        Tensor.__hash__,
+    }
+)
+"""What tells of a param without its values."""
+
+
+class StaleParam:
+    """Mixed into the class of a param whose values are old."""
+
+    bring_up_to_date: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func not in _HARMLESS:
+            for param in _stale_inside((args, kwargs)):  # one by one: the first may do for all
+                type(param).bring_up_to_date()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _stale_inside(found: Any) -> Iterator[StaleParam]:
+    """Every stale param among arguments, however deep it is."""
+    if isinstance(found, StaleParam):
+        yield found
+    elif isinstance(found, Mapping):
+        yield from _stale_inside(tuple(found.values()))
+    elif isinstance(found, tuple | list):
+        for one in found:
+            yield from _stale_inside(one)
+
+
+class StaleGuard:
+    """The params of one bucket, guarded while they are stale."""
+
+    def __init__(self, params: Sequence[nn.Parameter], ensure: Callable[[], None]) -> None:
+        kinds = {type(param) for param in params}
+        stand_in = {
+            kind: type(f"Stale{kind.__name__}", (StaleParam, kind), {"bring_up_to_date": staticmethod(ensure)})
+            for kind in kinds
+        }
+        self._params = [(param, type(param), stand_in[type(param)]) for param in params]
+
+    def arm(self) -> None:
+        """From now on, reading the params brings them up to date."""
+        for param, _, stale in self._params:
+            param.__class__ = stale
+
+    def disarm(self) -> None:
+        """They are fresh: nothing is in the way of reading them."""
+        for param, kind, _ in self._params:
+            param.__class__ = kind

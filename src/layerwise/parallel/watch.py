@@ -1,0 +1,74 @@
+"""Forward hooks: a module's params are brought up to date just before it runs.
+
+The hook sits on the modules that own params directly and costs two attribute reads per bucket once that is fresh. It is
+what makes gathers early and cheap; what makes them certain is `buffers.stale`, which catches every other read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerwise.buffers.storage import Bucket
+from layerwise.comm.publisher import Publisher
+
+Buckets = tuple[Bucket, ...]
+
+
+def watch_forward(chunks: Sequence[nn.Module], bucket_of: Mapping[nn.Parameter, Bucket], publisher: Publisher) -> None:
+    """Hook every module that holds params of these buckets directly, and every compiled one for all that is in it."""
+    for module in {id(child): child for chunk in chunks for child in chunk.modules()}.values():
+        own = _buckets(module.parameters(recurse=False), bucket_of)
+        if own:
+            asking = module.register_forward_pre_hook(_asking(own, publisher))
+            publisher.when_learned(asking.remove)
+            module.register_forward_pre_hook(_ensuring(own, publisher))
+        _watch_compiled(module, _buckets(module.parameters(), bucket_of), publisher)
+
+
+def _buckets(params: Iterator[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bucket]) -> Buckets:
+    return tuple(dict.fromkeys(bucket_of[param] for param in params if param in bucket_of))
+
+
+def _ensuring(buckets: Buckets, publisher: Publisher) -> Callable[..., None]:
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def trace() -> int:
+        publisher.note_compiled(buckets)
+        return 0
+
+    def hook(module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            trace()
+            return
+        for bucket in buckets:
+            if bucket.replica_version != bucket.master_version:
+                publisher.ensure(bucket)
+
+    return hook
+
+
+def _asking(buckets: Buckets, publisher: Publisher) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: object) -> None:
+        if not torch.compiler.is_compiling():
+            publisher.ask(buckets)
+
+    return hook
+
+
+def _watch_compiled(module: nn.Module, buckets: Buckets, publisher: Publisher) -> None:
+    """Compiled code runs no hooks, so everything that it may read is brought up to date where it is entered."""
+    if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile(module)
+        module.register_forward_pre_hook(_ensuring(buckets, publisher))
+    entry = getattr(module, "_compiled_call_impl", None)
+    if callable(entry):  # module.compile()
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            for bucket in buckets:
+                if bucket.replica_version != bucket.master_version:
+                    publisher.ensure(bucket)
+            return entry(*args, **kwargs)
+
+        module._compiled_call_impl = enter

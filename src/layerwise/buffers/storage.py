@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.buffers.bind import torch_dtype
+from layerwise.buffers.slots import Slots
 from layerwise.errors import StateError, listed
 from layerwise.layout.plan import Plan
+from layerwise.layout.slots import SlotPlan, carve
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan, Span
 
 
@@ -122,6 +124,10 @@ class GradRing:
         if len(self._leased) + len(self._free) < GRAD_SLOTS:
             self._free.append(slot)
 
+    def free(self) -> None:
+        """Let go of slots that nobody has."""
+        self._free.clear()
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All slots, leased or free."""
@@ -168,11 +174,13 @@ class Storage:
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads, where those stay
         self._replica_views: dict[str, Tensor] = {}  # ND, alias the buckets' replicas
         self._versions: dict[str, int] = {}
+        self._full_grads: list[Tensor | None] = []
         found: dict[int, Bucket] = {}
-        device = one_device(self.params)
+        self.device = device = one_device(self.params)
         for buffer in plan.buffers:
             replica = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.key.dtype), device=device)
             grad, ring = self._gradients(buffer, device)
+            self._full_grads.append(grad)
             for bucket in buffer.buckets:
                 part = slice(bucket.offset, bucket.offset + bucket.numel)
                 found[bucket.index] = self._bucket(bucket, replica[part], None if grad is None else grad[part], ring)
@@ -242,6 +250,18 @@ class Storage:
         if bucket.grad is None:
             raise StateError(f"{bucket.plan.label} has no gradient memory: it was released when it was reduced.")
         return bucket.grad
+
+    def slots(self, plan: SlotPlan) -> Slots:
+        """Staging memory for the exchange, in idle gradients where the plan says so and they are long enough."""
+        itemsize = self.plan.grad_dtype.itemsize
+        borrowed = []
+        for slot in carve(self.plan.idle_runs(self.ranks), plan, itemsize) if self.plan.staging == "gradients" else ():
+            full = self._full_grads[slot.buffer]
+            if full is None:
+                raise RuntimeError(f"buffer {slot.buffer} has no gradients to lease.")
+            start = slot.start * itemsize
+            borrowed.append(full.view(torch.uint8)[start : start + plan.nbytes])
+        return Slots(plan, self.device, borrowed)
 
     def check_aliases(self) -> None:
         """Raise if a param no longer reads the replica, as after `module.to()` or `param.data = ...`: updates would not

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerwise.buffers.bind import domains_by_prefix, named_buffers, named_params, param_table, plain_dtype
+from layerwise.buffers.slots import Slots
 from layerwise.buffers.storage import Storage, one_device
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
@@ -25,6 +26,7 @@ from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.dtypes import DType
 from layerwise.errors import PlanMismatchError, StateError
 from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.routing.rules import RouteRule, suspicion
 from layerwise.routing.spec import DENSE, EXPERT
@@ -57,6 +59,7 @@ class Settings:
     reducer: Reducer = "collective"
     param_sync: ParamSync = "gather"
     shard_grads: bool = False
+    staging: Staging = "slots"
     ties: Mapping[str, str] = field(default_factory=dict)
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
@@ -119,6 +122,7 @@ def plan_for(
         reducer=settings.reducer,
         param_sync=settings.param_sync,
         shard_grads=settings.shard_grads,
+        staging=settings.staging,
         stages_by_tie=stages_by_tie,
     )
 
@@ -186,6 +190,8 @@ class Engine:
             self.storage, self.communicators, self._ties, overlap=overlap, before=self.publisher.launch_all
         )
         self.has_optimizer = False
+        self.slots: Slots | None = None
+        """Staging memory of the optimizer's exchange."""
         if hooked:
             _HOOKED.update(dict.fromkeys(self.storage.params.values(), True))
 
@@ -259,6 +265,16 @@ class Engine:
                     f"param {fqn!r} was {was} after construction: it has no place in the buffers and would never be updated. "
                     "Build the model whole and set requires_grad before wrapping it."
                 )
+
+    def free_buffers(self) -> None:
+        """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""
+        if self.slots is not None:
+            self.slots.free()
+        for bucket in self.storage.buckets:
+            if bucket.ring is not None:
+                bucket.ring.free()
+        if self.storage.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def pull_from_replicas(self) -> None:

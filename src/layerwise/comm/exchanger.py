@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from layerwise.buffers.bind import torch_dtype
+from layerwise.buffers.slots import Lease, Slots
 from layerwise.buffers.storage import Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.dtypes import DType
 from layerwise.layout.exchange import Exchange, Piece, exchange_for
 from layerwise.layout.schedule import CommOp, CommSchedule
+from layerwise.layout.slots import passage_nbytes
 from layerwise.layout.work import WorkPlan
 from layerwise.routing.geometry import Box, flat_index, row_major_strides
 from layerwise.routing.matrices import Matrix
@@ -48,6 +50,14 @@ class OwnedRegion:
     matrix: Matrix
     update: Tensor  # view of the bucket's work tensor
     master: Tensor  # view of the bucket's master
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One cohort's pieces on their way, there or back, and the slot they lie in."""
+
+    handle: Handle
+    lease: Lease | None
 
 
 class Cohort:
@@ -84,12 +94,21 @@ class Cohort:
         self.owned = [region for regions in (*self._staying, *self._leaving) for region in regions]
         self._device = storage.buckets[0].work.device
 
-    def send(self) -> Handle:
-        """Start this cohort's pieces on their way to their homes."""
-        return self._move(self._there, _updates(self._leaving), self._table)
+    @property
+    def passage_nbytes(self) -> int | None:
+        """Bytes of a slot for one passage of this cohort; None where no rank moves any of it."""
+        if self._there is None:
+            return None
+        itemsize = self.dtype.itemsize
+        return passage_nbytes(sum(self._table.send_splits) * itemsize, sum(self._table.receive_splits) * itemsize)
 
-    def unpack(self, received: Tensor) -> list[Tensor]:
+    def send(self, slots: Slots) -> Passage:
+        """Start this cohort's pieces on their way to their homes."""
+        return self._move(self._there, _updates(self._leaving), self._table, slots)
+
+    def unpack(self, passage: Passage, slots: Slots) -> list[Tensor]:
         """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
+        received = passage.handle.wait()
         tensors = [
             torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
             for batch in self.batches
@@ -98,35 +117,38 @@ class Cohort:
             for target, source in zip(self._home_views(piece, tensors), here, strict=True):
                 target.copy_(source)
         self._scatter(received, [self._home_views(piece, tensors) for piece in self._table.receives])
+        if passage.lease is not None:
+            slots.release(passage.lease)
         return tensors
 
-    def send_back(self, updates: Sequence[Tensor]) -> Handle:
+    def send_back(self, updates: Sequence[Tensor], slots: Slots) -> Passage:
         """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
         table = self._table.inverse()
         for piece, here in zip(table.stays, _updates(self._staying), strict=True):
             for target, source in zip(here, self._home_views(piece, updates), strict=True):
                 target.copy_(source)
-        return self._move(self._back, [self._home_views(piece, updates) for piece in table.sends], table)
+        return self._move(self._back, [self._home_views(piece, updates) for piece in table.sends], table, slots)
 
-    def _move(self, op: CommOp | None, outgoing: Sequence[Sequence[Tensor]], table: Exchange) -> Handle:
-        incoming = torch.empty(sum(table.receive_splits), dtype=self.dtype, device=self._device)
+    def _move(self, op: CommOp | None, outgoing: Sequence[Sequence[Tensor]], table: Exchange, slots: Slots) -> Passage:
         if op is None:  # no rank has anything to send
-            return Handle(f"{self._label}, which stays where it is", incoming)
-        packed = self._pack(outgoing, table.send_splits)
-        return self._communicator.all_to_all(op, packed, incoming, table.send_splits, table.receive_splits)
-
-    def store(self, received: Tensor) -> None:
-        """Write returned updates into this rank's work tensors."""
-        self._scatter(received, _updates(self._leaving))
-
-    def _pack(self, views: Sequence[Sequence[Tensor]], splits: Sequence[int]) -> Tensor:
-        packed = torch.empty(sum(splits), dtype=self.dtype, device=self._device)
+            nothing = torch.empty(0, dtype=self.dtype, device=self._device)
+            return Passage(Handle(f"{self._label}, which stays where it is", nothing), None)
+        lease = slots.lease(
+            sum(table.send_splits), sum(table.receive_splits), self.dtype, f"the {op.phase} of {self._label}"
+        )
         cursor = 0
-        for regions in views:
+        for regions in outgoing:
             for region in regions:
-                packed[cursor : cursor + region.numel()].view(region.shape).copy_(region)
+                lease.send[cursor : cursor + region.numel()].view(region.shape).copy_(region)
                 cursor += region.numel()
-        return packed
+        handle = self._communicator.all_to_all(op, lease.send, lease.receive, table.send_splits, table.receive_splits)
+        return Passage(handle, lease)
+
+    def store(self, passage: Passage, slots: Slots) -> None:
+        """Write returned updates into this rank's work tensors."""
+        self._scatter(passage.handle.wait(), _updates(self._leaving))
+        if passage.lease is not None:
+            slots.release(passage.lease)
 
     @staticmethod
     def _scatter(received: Tensor, views: Sequence[Sequence[Tensor]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -14,6 +14,7 @@ from layerwise.errors import did_you_mean
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, Hardware, choose_layouts
 from layerwise.layout.launches import LaunchGroup, launch_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
+from layerwise.layout.slots import STAGINGS, IdleRun, Staging, idle_runs
 from layerwise.layout.storage import (
     LAYOUTS,
     PARAM_SYNCS,
@@ -53,6 +54,8 @@ class Plan:
     reducer: Reducer
     shard_grads: bool
     """Full gradients are released as soon as they are reduced."""
+    staging: Staging
+    """Where the exchange has its staging memory."""
     stages_by_tie: Mapping[str, int]
     """How many pipeline stages hold a copy of each tied weight."""
     buffers: tuple[BufferPlan, ...]
@@ -88,6 +91,11 @@ class Plan:
         """Whether full gradients of a buffer live only until they are reduced."""
         return self.shard_grads and buffer.buckets[0].num_shards > 1
 
+    def idle_runs(self, ranks: Mapping[str, int]) -> Iterator[IdleRun]:
+        """Gradient memory that is idle during the exchange, on a rank with these numbers in its domains. The sum over
+        ranks is worked on in fp32: where gradients are narrower it has left them."""
+        return idle_runs(self.buffers, ranks, keeps_shards=self.grad_dtype is DType.FP32)
+
     def route(self, name: str) -> Route:
         """Where the param of that name (or alias) goes, and why."""
         return self.routes[self.table.find(name).fqn]
@@ -121,6 +129,7 @@ class Plan:
             "ranks": self.ranks,
             "grad_dtype": str(self.grad_dtype),
             "shard_grads": self.shard_grads,
+            "staging": self.staging,
             "ties": dict(self.stages_by_tie),
             "routes": {
                 param.fqn: {
@@ -223,6 +232,7 @@ def make_plan(
     reducer: Reducer = "collective",
     param_sync: ParamSync = "gather",
     shard_grads: bool = False,
+    staging: Staging = "slots",
     stages_by_tie: Mapping[str, int] | None = None,
     hardware: Hardware = DEFAULT_HARDWARE,
 ) -> Plan:
@@ -249,6 +259,7 @@ def make_plan(
         reducer=reducer,
         param_sync=param_sync,
         shard_grads=shard_grads,
+        staging=staging,
         stages_by_tie=stages_by_tie,
         hardware=hardware,
     )[layout]
@@ -269,6 +280,7 @@ def compare_plans(
     reducer: Reducer = "collective",
     param_sync: ParamSync = "gather",
     shard_grads: bool = False,
+    staging: Staging = "slots",
     stages_by_tie: Mapping[str, int] | None = None,
     hardware: Hardware = DEFAULT_HARDWARE,
 ) -> dict[str, Plan]:
@@ -276,7 +288,7 @@ def compare_plans(
     resolved = [resolve_layout(layout) for layout in layouts]
     world_by_domain = _worlds(table, world, worlds or {})
     _check_sizes(bucket_numel, cohort_numel)
-    _check_choices(reducer=(reducer, REDUCERS), param_sync=(param_sync, PARAM_SYNCS))
+    _check_choices(reducer=(reducer, REDUCERS), param_sync=(param_sync, PARAM_SYNCS), staging=(staging, STAGINGS))
     routes = route_params(table, rules, strict=strict)
     drafts: dict[Layout, Draft] = {}
 
@@ -325,6 +337,7 @@ def compare_plans(
             grad_dtype=grad_dtype,
             reducer=reducer,
             shard_grads=shard_grads,
+            staging=staging,
             stages_by_tie={**dict.fromkeys((param.tie for param in table if param.tie), 2), **(stages_by_tie or {})},
             buffers=made.buffers,
             works=made.works,
@@ -381,6 +394,11 @@ def _refuse_combinations(plan: Plan) -> None:
                 f"shard_grads=True with layout {key.layout!r} (buffer {key.label}): its gradients are all-reduced, so every "
                 "rank keeps all of them. Use layout='flat' or 'padded', or reducer='ordered' with 'compact'."
             )
+    if plan.staging == "gradients" and plan.shard_grads:
+        raise ValueError(
+            "staging='gradients' with shard_grads=True: full gradients are released once they are reduced, so there are none "
+            "to lease. Use staging='slots'."
+        )
     if plan.reducer == "ordered_bf16" and plan.grad_dtype is not DType.FP32:
         raise ValueError(
             f"reducer='ordered_bf16' with grad_dtype {plan.grad_dtype}: it rounds fp32 gradients to bf16 for the wire. Use "

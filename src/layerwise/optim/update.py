@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from layerwise.buffers.storage import Bucket
 from layerwise.comm.engine import Engine
-from layerwise.comm.exchanger import Batch, Cohort
+from layerwise.comm.exchanger import Batch, Cohort, Passage
 from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
 from layerwise.layout.schedule import CommSchedule, pipelined
+from layerwise.layout.slots import slots_for
 from layerwise.optim.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, state_names
 from layerwise.optim.groups import GroupPlan
 
@@ -93,6 +94,10 @@ class Update:
             ]
             for work in (engine.plan.works if exchange else ())
         ]
+        moving = [[cohort.passage_nbytes for cohort in cohorts] for cohorts in self._cohorts]
+        self.slots = engine.slots = engine.storage.slots(
+            slots_for([nbytes for nbytes in each if nbytes is not None] for each in moving)
+        )
         self._home_state = {
             batch: {
                 name: torch.zeros(len(batch.items), *shape, device=self._buckets[0].work.device)
@@ -123,16 +128,28 @@ class Update:
         for name, spans in self._spans_by_norm_group.items():
             if coefficients[name] < 1.0:
                 torch._foreach_mul_(spans, coefficients[name])
-        for index, group in enumerate(self._groups):
-            self._elementwise(index, group, options[index], step)
-        for cohorts in self._cohorts:
-            self._orthogonalise(cohorts, options)
+        matrix, other = (
+            [index for index, group in enumerate(self._groups) if group.rule.is_matrix_rule is wanted]
+            for wanted in (True, False)
+        )
+        for index in matrix:
+            self._elementwise(index, options[index], step)
+        with self.slots.open():
+            for cohorts in self._cohorts:
+                self._orthogonalise(cohorts, options, lambda: self._rest(other, options, step))
+        self._rest(other, options, step)
         for bucket in self._buckets:
             bucket.advance()
 
-    def _elementwise(self, index: int, group: GroupPlan, live: Options, step: int) -> None:
+    def _rest(self, groups: list[int], options: Sequence[Options], step: int) -> None:
+        """Update what no matrix rule manages, once: as soon as there is something to wait for."""
+        while groups:
+            index = groups.pop()
+            self._elementwise(index, options[index], step)
+
+    def _elementwise(self, index: int, live: Options, step: int) -> None:
         """Decay and the part of the rule that needs no whole matrix."""
-        runs = self._runs[index]
+        runs, group = self._runs[index], self._groups[index]
         decay_(
             runs.masters,
             runs.grads,
@@ -145,25 +162,31 @@ class Update:
         else:
             ELEMENTWISE[group.rule.kind].update_(runs, live, step)
 
-    def _orthogonalise(self, cohorts: Sequence[Cohort], options: Sequence[Options]) -> None:
+    def _orthogonalise(
+        self, cohorts: Sequence[Cohort], options: Sequence[Options], meanwhile: Callable[[], None]
+    ) -> None:
         """Walk the pipeline: while one cohort is orthogonalised the next is on its way, and the one before is coming
-        back."""
-        incoming, returning = {}, {}
+        back. While the first is under way alone there is time for something else."""
+        incoming: dict[int, Passage] = {}
+        returning: dict[int, Passage] = {}
         for phase, number_ in pipelined(len(cohorts)):
             if phase == "exchange":
-                incoming[number_] = cohorts[number_].send()
+                incoming[number_] = cohorts[number_].send(self.slots)
                 continue
+            meanwhile()
             cohort = cohorts[number_]
-            matrices = cohort.unpack(incoming.pop(number_).wait())
+            matrices = cohort.unpack(incoming.pop(number_), self.slots)
             directions = [
                 self._direction(batch, tensor, options[batch.group])
                 for batch, tensor in zip(cohort.batches, matrices, strict=True)
             ]
-            returning[number_] = cohort.send_back(directions)
+            del matrices
             if number_ > 0:
-                self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1).wait(), options)
-        for number_, handle in returning.items():
-            self._take_home(cohorts[number_], handle.wait(), options)
+                self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1), options)
+            returning[number_] = cohort.send_back(directions, self.slots)
+            del directions
+        for number_, passage in returning.items():
+            self._take_home(cohorts[number_], passage, options)
 
     def _direction(self, batch: Batch, update_BMN: Tensor, options: Options) -> Tensor:
         """The orthogonalised update of a batch. Rules see logical matrices; storage order comes back."""
@@ -172,9 +195,9 @@ class Update:
         direction = algorithm.direction(logical, options, self._home_state[batch])
         return direction.mT.contiguous() if batch.transposed else direction
 
-    def _take_home(self, cohort: Cohort, received: Tensor, options: Sequence[Options]) -> None:
+    def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[Options]) -> None:
         """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
-        cohort.store(received)
+        cohort.store(passage, self.slots)
         factors = []
         for region in cohort.owned:
             live = options[self._group_of[region.fqn]]

@@ -13,6 +13,7 @@ from layerwise.comm.engine import Engine, Settings
 from layerwise.comm.groups import Mesh, all_ranks, arranged, check_mesh, derive_together, describe_mesh, num_stages
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
+from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.parallel.watch import watch_forward
 from layerwise.routing.rules import RouteRule
@@ -50,6 +51,8 @@ class DataParallel(nn.Module):
             stochastically.
         param_sync: "gather", or "broadcast", which sends every piece on its own: slow, to compare with.
         shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
+        staging: where the exchange of matrices has its staging memory: "slots" of its own, or "gradients", which leases
+            gradient memory that is idle in `step()`.
         overlap_grad_reduce: reduce full buckets while backward goes on.
         overlap_param_gather: let the gathers of params run on under the next forward, which waits for each bucket just
             before it reads it, instead of waiting in `step()`. Whatever else reads a weight waits for it too.
@@ -76,6 +79,7 @@ class DataParallel(nn.Module):
         reducer: Reducer = "collective",
         param_sync: ParamSync = "gather",
         shard_grads: bool = False,
+        staging: Staging = "slots",
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         prefetch: int | None = None,
@@ -99,6 +103,7 @@ class DataParallel(nn.Module):
                 reducer=reducer,
                 param_sync=param_sync,
                 shard_grads=shard_grads,
+                staging=staging,
                 ties={} if ties is None else ties,
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
@@ -179,6 +184,12 @@ class DataParallel(nn.Module):
         """Bring all weights up to date, with `overlap_param_gather`. Reading them does so as well, but waits for the other
         ranks to read them too. Call it on every rank."""
         self.engine.publisher.ensure_all()
+
+    def free_buffers(self) -> None:
+        """Let go of all staging memory, to the last byte that other processes could use, as before a checkpoint is written.
+        Gathers that are on their way arrive all the same: they write into the weights themselves. The next step takes
+        staging memory again."""
+        self.engine.free_buffers()
 
     def pull_from_replicas(self) -> None:
         """Call after changing weights behind torch's back (`param.data.copy_()`), so that the optimizer goes on from

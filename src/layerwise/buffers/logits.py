@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -49,14 +48,15 @@ class MaxLogits:
         self.is_seen = False
 
 
-_WATCHED: WeakKeyDictionary[nn.Module, MaxLogits] = WeakKeyDictionary()
-"""By identity, so that the hooks of a module do nothing for a copy of it."""
+def _watched(module: nn.Module) -> MaxLogits | None:
+    """What is kept of a module. As an attribute of it: a copy has its own, and the compiler can see that it stays."""
+    return getattr(module, "_layerwise_logits", None)
 
 
 def watch(module: nn.Module, name: str, n_heads: int, device: torch.device, *, hooked: bool) -> MaxLogits:
     """Keep the largest logits of a module from now on."""
-    known = _WATCHED.get(module)
-    found = _WATCHED[module] = MaxLogits(name, n_heads, device)
+    known = _watched(module)
+    found = module._layerwise_logits = MaxLogits(name, n_heads, device)  # type: ignore[assignment]
     if hooked and known is None:
         module.register_forward_pre_hook(_begin)
         module.register_forward_hook(_end, always_call=True)
@@ -74,7 +74,7 @@ def record_logits(module: nn.Module, max_per_head: Tensor) -> None:
             f"record_logits() for a {type(module).__name__}, which has no method attention_heads(): nobody knows which "
             "rows make its logits."
         )
-    found = _WATCHED.get(module)
+    found = _watched(module)
     if found is not None and module.training:
         found.record(max_per_head)
 
@@ -118,7 +118,7 @@ def _logits_of(
 
 
 def _begin(module: nn.Module, args: object) -> None:
-    found = _WATCHED.get(module)
+    found = _watched(module)
     if found is not None and module.training:
         mode = _SeesAttention(found)
         mode.__enter__()  # type: ignore[no-untyped-call]
@@ -126,6 +126,6 @@ def _begin(module: nn.Module, args: object) -> None:
 
 
 def _end(module: nn.Module, args: object, result: object) -> None:
-    found = _WATCHED.get(module)
+    found = _watched(module)
     if found is not None and found.modes:
         found.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -34,6 +34,9 @@ def _in_blocks(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool,
     heads, num_queries, width = query.shape[-3:]
     kv_heads, num_keys = key.shape[-3], key.shape[-2]
     factor = 1.0 / math.sqrt(width) if scale is None else float(scale)
+    found_H = torch.full((heads,), -math.inf, device=query.device)
+    if query.numel() == 0 or key.numel() == 0:
+        return found_H
     batch: torch.Size = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])  # type: ignore[no-untyped-call]
     query_BHTE = query.detach().expand(*batch, *query.shape[-3:]).reshape(-1, *query.shape[-3:])
     key_BKSE = key.detach().expand(*batch, *key.shape[-3:]).reshape(-1, *key.shape[-3:])
@@ -41,9 +44,6 @@ def _in_blocks(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool,
     if mask is not None:
         mask_BHTS = mask.detach().expand(*batch, heads, num_queries, num_keys)
         mask_BHTS = mask_BHTS.reshape(-1, heads, num_queries, num_keys)
-    found_H = torch.full((heads,), -math.inf, device=query.device)
-    if query_BHTE.numel() == 0 or num_keys == 0:
-        return found_H
     rows = max(1, min(num_queries, _MOST_ROWS, _BLOCK_NUMEL // (heads * num_keys)))
     samples = max(1, _BLOCK_NUMEL // (heads * num_keys * rows))
     with torch.autocast(query.device.type, enabled=False):

@@ -30,6 +30,7 @@ class MaxLogits:
         self.values = torch.full((n_heads,), -math.inf, device=device)
         self.is_seen = False
         """Whether there was any since the last reset: some of it may be -inf all the same, where all is masked."""
+        self.is_hooked = False
         self.modes: list[_SeesAttention] = []
 
     @torch.no_grad()
@@ -57,7 +58,8 @@ def watch(module: nn.Module, name: str, n_heads: int, device: torch.device, *, h
     """Keep the largest logits of a module from now on."""
     known = _watched(module)
     found = module._layerwise_logits = MaxLogits(name, n_heads, device)  # type: ignore[assignment]
-    if hooked and known is None:
+    found.is_hooked = hooked or (known is not None and known.is_hooked)
+    if hooked and (known is None or not known.is_hooked):
         module.register_forward_pre_hook(_begin)
         module.register_forward_hook(_end, always_call=True)
     return found

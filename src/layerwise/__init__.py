@@ -9,11 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from layerwise._version import __version__
+from layerwise.config.clipping import QKClip
 from layerwise.config.rules import AdaMuon, AdamW, Lion, Muon, NorMuon
+from layerwise.routing.heads import AttentionHeads
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.split import Split
 
 if TYPE_CHECKING:
+    from layerwise.buffers.logits import record_logits
     from layerwise.optim.loss_scale import LossScale
     from layerwise.optim.optimizer import Optimizer
     from layerwise.parallel.data_parallel import DataParallel
@@ -21,21 +24,25 @@ if TYPE_CHECKING:
 __all__ = [
     "AdaMuon",
     "AdamW",
+    "AttentionHeads",
     "DataParallel",
     "Lion",
     "LossScale",
     "Muon",
     "NorMuon",
     "Optimizer",
+    "QKClip",
     "RouteRule",
     "Split",
     "__version__",
+    "record_logits",
 ]
 
 _LAZY = {
     "DataParallel": "layerwise.parallel.data_parallel",
     "LossScale": "layerwise.optim.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
+    "record_logits": "layerwise.buffers.logits",
 }
 
 

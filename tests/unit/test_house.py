@@ -71,15 +71,18 @@ def test_the_public_names_are_pinned() -> None:
     assert sorted(layerwise.__all__) == [
         "AdaMuon",
         "AdamW",
+        "AttentionHeads",
         "DataParallel",
         "Lion",
         "LossScale",
         "Muon",
         "NorMuon",
         "Optimizer",
+        "QKClip",
         "RouteRule",
         "Split",
         "__version__",
+        "record_logits",
     ]
     assert all(getattr(layerwise, name) is not None for name in layerwise.__all__)
 

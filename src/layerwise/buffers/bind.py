@@ -133,10 +133,17 @@ def _method(module: nn.Module, name: str) -> Callable[[], object] | None:
     """A method by which a module tells us about its params, if it has one."""
     found = getattr(module, name, None)
     if found is not None and not callable(found):
-        raise TypeError(
-            f"{type(module).__name__}.{name} is a {type(found).__name__}: expected a method that returns a dict."
-        )
+        raise TypeError(f"{type(module).__name__}.{name} is a {type(found).__name__}: expected a method.")
     return found
+
+
+def declarations(*chunks: nn.Module, method: str) -> Iterator[tuple[str, nn.Module, object]]:
+    """Every module that tells us something by this method: its name, itself, and what it says."""
+    for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
+        for name, module in chunk.named_modules():
+            declare = _method(module, method)
+            if declare is not None:
+                yield f"{prefix}{name}" if name else prefix.removesuffix("."), module, declare()
 
 
 def _declared_domains(modules: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -41,6 +41,7 @@ def step_line(record: StepRecord, total: int) -> str:
         f"loss {record.loss:.3f}",
         f"bpb {record.bpb:.3f}",
         f"grad {record.grad_norm:>6.3f}",
+        *([] if record.max_logit is None else [f"logit {record.max_logit:>6.2f}"]),
         f"{record.step_ms:>4.0f} ms",
         f"{format_rate(record.tokens_per_s):>11}",
         f"eta {format_seconds(eta_s)}",

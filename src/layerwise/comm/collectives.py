@@ -24,6 +24,8 @@ from layerwise.layout.schedule import CommOp, wire_nbytes
 _all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
 
 class Communicator:
     """The ranks of one domain, and every collective they may issue together."""
@@ -54,13 +56,13 @@ class Communicator:
         return Handle(_name(op), out, (full, out), (work,))
 
     def all_reduce(self, op: CommOp, tensor: Tensor) -> Handle:
-        """Sum `tensor` over ranks, in place."""
+        """Sum `tensor` over ranks, or take what is largest, as the op says; in place."""
         self._check(_name(op), "all_reduce", tensor, op=op)
         self._count("all_reduce", wire_nbytes("all_reduce", tensor.nbytes, self.world))
         if self.group is None or self.world == 1:
             return Handle(_name(op), tensor)
         with _scope(op):
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+            work = dist.all_reduce(tensor, _REDUCE_OPS[op.reduce], group=self.group, async_op=True)
         return Handle(_name(op), tensor, (tensor,), (work,))
 
     def all_gather(self, op: CommOp, shard: Tensor, full: Tensor) -> Handle:
@@ -153,7 +155,7 @@ class Communicator:
                 Fingerprint(
                     label=name,
                     kind=kind,
-                    reduce="sum" if "reduce" in kind else "",
+                    reduce=(op.reduce if op is not None else "sum") if "reduce" in kind else "",
                     root=root,
                     dtype=str(tensor.dtype),
                     numel=None if kind == "all_to_all" else tensor.numel(),

@@ -314,6 +314,11 @@ class GradReducer:
         self._is_finished = False
 
     @property
+    def arrived(self) -> frozenset[str]:
+        """Params that got a gradient on this rank since the last reset."""
+        return self.late.union(self._written, self._seen)
+
+    @property
     def has_gradients(self) -> bool:
         """Whether any gradient was written since the last reset."""
         return bool(self._written or self._seen or self._late_grads)

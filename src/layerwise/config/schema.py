@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from layerwise.config.clipping import QKClip
 from layerwise.config.rules import AdaMuon, AdamW, Lion, Method, Muon, NorMuon, NsDtype, Rule, Scale, WeightDecayMode
 
 BYTE_VALUES = 256
@@ -150,6 +151,9 @@ class OptimConfig:
 
     clip_grad_norm: float | None = 1.0
     """Gradients are scaled down to this global norm. none: no clipping."""
+
+    qk_clip: float | None = None
+    """Heads with larger attention logits get their query and key weights scaled down to it (MuonClip). none: off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,3 +385,8 @@ def other_rule(optim: OptimConfig) -> Rule:
         betas=optim.betas,
         eps=optim.eps,
     )
+
+
+def qk_clip_of(optim: OptimConfig) -> QKClip | None:
+    """How attention logits are kept small, if they are."""
+    return None if optim.qk_clip is None else QKClip(threshold=optim.qk_clip)

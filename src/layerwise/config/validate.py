@@ -91,6 +91,7 @@ _NUMBER_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "optim.other_weight_decay": (_is_not_negative, "a number that is not negative"),
     "optim.eps": (_is_positive, "a number above 0"),
     "optim.clip_grad_norm": (_is_positive, "a number above 0, or none"),
+    "optim.qk_clip": (_is_positive, "a number above 0, or none"),
     "schedule.min_lr_ratio": (_is_share, "a number from 0 to 1"),
     "schedule.decay_fraction": (_is_share, "a number from 0 to 1"),
     "parallel.bucket_mib": (_is_positive, "a number above 0, or none"),

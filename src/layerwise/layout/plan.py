@@ -106,9 +106,10 @@ class Plan:
         stats_numel: int,
         wire_dtypes: Mapping[tuple[str, int], DType] | None = None,
         exchange: bool = True,
+        logits_numel: int = 0,
     ) -> CommSchedule:
         """The collectives of one step. Every cohort travels in bf16 unless `wire_dtypes` says otherwise; without
-        `exchange` (matrices under an element-wise rule) none does."""
+        `exchange` (matrices under an element-wise rule) none does. `logits_numel` attention heads are clipped."""
         works = self.works if exchange else ()
         chosen = {(work.domain, cohort): DType.BF16 for work in works for cohort in range(work.num_cohorts)}
         return build_schedule(
@@ -119,6 +120,7 @@ class Plan:
             grad_dtype=self.grad_dtype,
             stats_numel=stats_numel,
             wire_dtypes={**chosen, **(wire_dtypes or {})},
+            logits_numel=logits_numel,
         )
 
     def to_json(self) -> dict[str, object]:

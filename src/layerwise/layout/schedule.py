@@ -18,7 +18,7 @@ from layerwise.layout.exchange import moved_numel
 from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.layout.work import WorkPlan
 
-Phase = Literal["reduce", "tie", "stats", "exchange", "return", "publish"]
+Phase = Literal["reduce", "tie", "stats", "exchange", "return", "logits", "publish"]
 Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather", "uneven_all_gather", "broadcast"]
 
 
@@ -53,6 +53,9 @@ class CommOp:
 
     domain: str = ""
     """Whose ranks take part, where not all of them do."""
+
+    reduce: Literal["sum", "max"] = "sum"
+    """What becomes of elements that are reduced."""
 
     def nbytes(self, rank: int) -> int:
         """Bytes that this rank (of the domain) puts on the wire."""
@@ -134,6 +137,11 @@ def stats_op(numel: int, world: int) -> CommOp:
     return CommOp("stats", "all_reduce", "stats", DType.FP64, numel, world)
 
 
+def logits_op(numel: int, world: int) -> CommOp:
+    """The one all-reduce of the largest attention logit of every head."""
+    return CommOp("logits", "all_reduce", "logits", DType.FP32, numel, world, reduce="max")
+
+
 def pipelined(num_cohorts: int) -> Iterator[tuple[Literal["exchange", "return"], int]]:
     """The order of a domain's all-to-alls: cohort k + 1 is on its way to its homes while cohort k is orthogonalised."""
     for cohort in range(num_cohorts + 1):
@@ -152,8 +160,10 @@ def build_schedule(
     grad_dtype: DType,
     stats_numel: int,
     wire_dtypes: Mapping[tuple[str, int], DType],
+    logits_numel: int = 0,
 ) -> CommSchedule:
-    """The schedule of a step. `wire_dtypes` says how each (domain, cohort) travels; `ranks` take part in the stats."""
+    """The schedule of a step. `wire_dtypes` says how each (domain, cohort) travels; `ranks` take part in the stats, and in
+    the maxima of `logits_numel` attention heads, where those are clipped."""
     pairs = sorted(
         ((bucket, buffer.key) for buffer in buffers for bucket in buffer.buckets), key=lambda pair: pair[0].index
     )
@@ -183,6 +193,7 @@ def build_schedule(
                     work.domain,
                 )
             )
+    ops.extend([logits_op(logits_numel, ranks)] if logits_numel else [])
     published = (publish_op(bucket, key.dtype) for bucket, key in pairs)
     ops.extend(op for op in published if op is not None)
     return CommSchedule(tuple(ops))

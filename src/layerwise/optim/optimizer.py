@@ -14,6 +14,7 @@ from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine, Settings
 from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, any_rank, default_world, derive_together
 from layerwise.comm.roster import check_alike
+from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
@@ -21,6 +22,7 @@ from layerwise.layout.schedule import CommSchedule
 from layerwise.optim.groups import GroupPlan, check_options, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler, checked_loss_scale
 from layerwise.optim.policy import ClipScope, GradientPolicy, OnNonFinite
+from layerwise.optim.qk_clip import NOTHING_CLIPPED, Clipper, Watched, plan_clipping
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
 from layerwise.optim.stats import Seen, StatsPass, StepStats, Totals, assign_norm_groups
 from layerwise.optim.update import Update
@@ -36,6 +38,7 @@ class Planned(NamedTuple):
     policy: GradientPolicy
     loss_scale: LossScale | None
     count_zeros: bool
+    watched: Watched | None
 
     def common_facts(self) -> dict[str, object]:
         """What ranks of all pipeline stages must have in common."""
@@ -44,6 +47,7 @@ class Planned(NamedTuple):
             "policy": asdict(self.policy),
             "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
             "count zeros": self.count_zeros,
+            "qk_clip": repr(self.watched.clip) if self.watched is not None else None,
         }
 
     def facts(self) -> dict[str, object]:
@@ -52,7 +56,8 @@ class Planned(NamedTuple):
             {"label": f"param group {index}", "rule": group.rule.kind, **group.rule.options(), "fqns": list(group.fqns)}
             for index, group in enumerate(self.groups)
         ]
-        return {**self.common_facts(), "groups": groups, "norm groups": self.norm_group_of}
+        watched = self.watched.facts() if self.watched is not None else None
+        return {**self.common_facts(), "groups": groups, "norm groups": self.norm_group_of, "watched": watched}
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -74,6 +79,8 @@ class Optimizer(torch.optim.Optimizer):
         skip_above: skip a step whose gradient norm is larger.
         count_zeros: also count zero gradient elements.
         loss_scale: dynamic loss scaling for fp16; then call `scale_loss(loss).backward()`.
+        qk_clip: scale down the query and key weights of attention heads whose logits were too large (MuonClip); modules
+            say which rows belong to which head by a method `attention_heads()`.
         strict_grads: raise, on every rank, when a param got no gradient somewhere, instead of counting it as zero.
     """
 
@@ -92,6 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         skip_above: float | None = None,
         count_zeros: bool = False,
         loss_scale: LossScale | None = None,
+        qk_clip: QKClip | None = None,
         strict_grads: bool = False,
     ) -> None:
         self._plain = not _is_wrapped(model)
@@ -120,6 +128,7 @@ class Optimizer(torch.optim.Optimizer):
                 ),
                 loss_scale=checked_loss_scale(loss_scale, plan),
                 count_zeros=count_zeros,
+                watched=plan_clipping(self._engine, qk_clip),
             )
 
         planned = derive_together(self._engine.groups, "optimizer arguments", plan_arguments, Planned.facts)
@@ -128,6 +137,7 @@ class Optimizer(torch.optim.Optimizer):
         self._groups, self._policy, self._norm_group_of = planned.groups, planned.policy, planned.norm_group_of
         self._scaler = LossScaler(planned.loss_scale) if planned.loss_scale is not None else None
         self._stats_pass = StatsPass(self._engine, planned.norm_group_of, planned.norm_group_names, zeros=count_zeros)
+        self._clipper = Clipper(self._engine, planned.watched) if planned.watched is not None else None
         self._exchange = matrix.is_matrix_rule
         self._wire_dtypes = _wire_dtypes(self._engine, self._groups)
         self._sealed = False
@@ -157,7 +167,10 @@ class Optimizer(torch.optim.Optimizer):
     def schedule(self) -> CommSchedule:
         """Every collective of one step, in order; `stats.bytes_by_collective` adds up to its bytes."""
         return self._engine.plan.schedule(
-            stats_numel=self._stats_pass.numel, wire_dtypes=self._wire_dtypes, exchange=self._exchange
+            stats_numel=self._stats_pass.numel,
+            wire_dtypes=self._wire_dtypes,
+            exchange=self._exchange,
+            logits_numel=self._clipper.numel if self._clipper is not None else 0,
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -192,6 +205,8 @@ class Optimizer(torch.optim.Optimizer):
             self._engine.reducer.reset()
             self._engine.sent_nbytes.clear()
             self._loss_was_scaled = False
+            if self._clipper is not None:
+                self._clipper.reset()
         return loss
 
     def _reduce(self, problem: Exception | None, divisor: float) -> Totals:
@@ -328,6 +343,8 @@ class Optimizer(torch.optim.Optimizer):
             self._check_options()
             if not self._plain:
                 self._engine.storage.check_no_grads()
+            if self._clipper is not None:
+                self._clipper.check(self._engine.reducer.arrived)
         except Exception as error:
             return error
         return None
@@ -386,10 +403,13 @@ class Optimizer(torch.optim.Optimizer):
         reason = self._policy.skip_reason(totals)
         if self._scaler is not None:
             self._scaler.update(overflow=bool(totals.nonfinite))
+        clipped = NOTHING_CLIPPED
         if not reason:
             self._step_count += 1
             self._engine.reducer.step_number = self._step_count
             self._update.apply(self.param_groups, divisor, coefficients, self._step_count)
+            if self._clipper is not None:
+                clipped = self._clipper.apply()
             self._engine.publisher.learn_order(self._engine.groups)
             self._engine.publisher.begin()
             self._engine.sent_nbytes.update(self._engine.publisher.due_nbytes)
@@ -399,6 +419,10 @@ class Optimizer(torch.optim.Optimizer):
             skipped=bool(reason),
             skip_reason=reason,
             loss_scale=divisor / self._engine.plan.world,
+            max_logit=clipped.max_logit,
+            clipped_heads=clipped.heads,
+            nonfinite_logits=clipped.nonfinite,
+            unseen_logits=clipped.unseen,
             bytes_by_collective=dict(self._engine.sent_nbytes),
         )
         if totals.nonfinite and self._policy.nonfinite == "raise":

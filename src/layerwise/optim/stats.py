@@ -46,6 +46,15 @@ class StepStats:
     missing: Mapping[str, int] = field(default_factory=dict)
     """Params without a gradient, with the number of ranks on which it was missing; they count as zero there."""
     loss_scale: float = 1.0
+    max_logit: float | None = None
+    """Largest attention logit since the step before, of all heads and ranks; None without `qk_clip`, or where no
+    attention ran."""
+    clipped_heads: int = 0
+    """Attention heads whose query rows `qk_clip` scaled."""
+    nonfinite_logits: tuple[str, ...] = ()
+    """Attention heads whose largest logit is inf or NaN: nothing was scaled for them."""
+    unseen_logits: tuple[str, ...] = ()
+    """Modules that `qk_clip` watches and that ran on no rank: there was nothing to clip."""
     bytes_by_collective: Mapping[str, int] = field(default_factory=dict)
     """Bytes this rank sent since the step before, per kind of collective."""
 

@@ -111,3 +111,12 @@ def interval_boxes(grid: tuple[int, ...], start: int, stop: int) -> Iterator[Box
     if tail:
         for rest in interval_boxes(grid[1:], 0, tail):
             yield Box((last, *rest.starts), (last + 1, *rest.stops))
+
+
+def regions_within(grid: tuple[int, ...], box: Box, start: int, stop: int) -> tuple[Box, ...]:
+    """The parts of a box that lie in the flat interval [start, stop) of its grid, in flat order."""
+    if len(grid) == 1:  # nearly always
+        start, stop = max(start, box.starts[0]), min(stop, box.stops[0])
+        return (Box((start,), (stop,)),) if start < stop else ()
+    found = (piece.intersect(box) for piece in interval_boxes(grid, start, stop))
+    return tuple(piece for piece in found if piece is not None)

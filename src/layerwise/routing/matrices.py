@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count, islice
 
-from layerwise.routing.geometry import Box, collapse, flat_index, interval_boxes
+from layerwise.routing.geometry import Box, collapse, flat_index, regions_within
 from layerwise.routing.spec import ModuleKind, ParamSpec
 from layerwise.routing.split import Split, whole
 
@@ -66,11 +66,7 @@ class Matrix:
     def regions(self, start: int, stop: int) -> tuple[Box, ...]:
         """The parts of this matrix inside the param's flat interval [start, stop), as boxes of the grid in flat
         order."""
-        if len(self.grid) == 1:
-            start, stop = max(start, self.box.starts[0]), min(stop, self.box.stops[0])
-            return (Box((start,), (stop,)),) if start < stop else ()
-        found = (piece.intersect(self.box) for piece in interval_boxes(self.grid, start, stop))
-        return tuple(piece for piece in found if piece is not None)
+        return regions_within(self.grid, self.box, start, stop)
 
 
 def default_split(param: ParamSpec) -> Split:

@@ -20,7 +20,7 @@ from torch import Tensor
 import layerwise
 from layerwise.comm import launch
 from layerwise.config.load import dump_json
-from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, resolve_model
+from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, qk_clip_of, resolve_model
 from layerwise.config.validate import world_problems
 from layerwise.errors import ConfigError, Problem
 from layerwise.routing.files import read_rules, rules_to_toml
@@ -132,6 +132,8 @@ class Run:
             loss=loss,
             bpb=loss / math.log(2),
             grad_norm=stats.grad_norm,
+            max_logit=stats.max_logit,
+            clipped_heads=stats.clipped_heads,
             skipped=meter.skipped,
             skip_reason=meter.skip_reason,
             lr_factor=lr_factor(self.config.schedule, step - 1, self.config.train.steps),
@@ -238,6 +240,7 @@ def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher
             matrix=matrix_rule(config.optim),
             other=other_rule(config.optim),
             clip_grad_norm=config.optim.clip_grad_norm,
+            qk_clip=qk_clip_of(config.optim),
         )
     passes = PipelinedModel(chunks, config, grid, ranks.device) if grid.pp > 1 else WholeModel(model)
     batching = Batching(config.train.batch_size, config.train.accumulation, grid.data_world)

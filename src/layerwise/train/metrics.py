@@ -61,6 +61,10 @@ class StepRecord:
     """The same in bits per byte."""
     grad_norm: float
     """Global norm before clipping, at this step."""
+    max_logit: float | None = None
+    """Largest attention logit at this step; null without optim.qk_clip."""
+    clipped_heads: int = 0
+    """Attention heads that were scaled at this step."""
     skipped: int
     """Steps since the previous record that were not taken."""
     skip_reason: str

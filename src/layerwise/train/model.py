@@ -5,7 +5,8 @@ Shapes: B batch, T positions, D residual width, H query heads, K key heads, E he
 
 Modules with fused weights say how they split: a method `matrix_splits()` maps the local name of a param to the sizes of
 its row blocks. The routing layer looks for that method on every module it meets, yours included, and hands each block
-to Newton-Schulz as a matrix of its own.
+to Newton-Schulz as a matrix of its own. In the same way `attention_heads()` says which rows make the logits of which
+head, for QK-clip.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks
 from layerwise.config.schema import ModelShape
+from layerwise.routing.heads import AttentionHeads
 from layerwise.train.experts import MoE
 
 _OUTPUT_PROJECTIONS = ("attn.out.weight", "mlp.down.weight", "mlp.experts.down")
@@ -80,6 +82,10 @@ class Attention(nn.Module):
         """Row blocks of the fused weight: queries, keys, values."""
         kv_rows = self.n_kv_heads * self.head_dim
         return {"qkv.weight": (self.n_heads * self.head_dim, kv_rows, kv_rows)}
+
+    def attention_heads(self) -> AttentionHeads:
+        """Rows of the fused weight that belong to each group of heads."""
+        return AttentionHeads.fused("qkv", n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim)
 
     def forward(self, x_BTD: Tensor, cos_TE2: Tensor, sin_TE2: Tensor) -> Tensor:
         batch, seq_len, _ = x_BTD.shape

@@ -94,6 +94,18 @@ def test_two_runs_with_one_config_are_equal_bit_for_bit(text: str) -> None:
             assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
 
 
+def test_qk_clip_keeps_the_logits_of_the_gpt_down_and_logs_them(text: str) -> None:
+    largest = []
+    for threshold in (math.inf, 0.01):
+        recorder = Recorder()
+        config = dataclasses.replace(config_of(text, log_every=1), optim=OptimConfig(lr=0.05, qk_clip=threshold))
+        train(config, ALONE, (recorder,))
+        steps = [record for record in recorder.records if isinstance(record, StepRecord)]
+        assert all(bool(record.clipped_heads) == (threshold < 1.0) for record in steps[1:])
+        largest.append(max(record.max_logit or 0.0 for record in steps[1:]))
+    assert largest[1] < largest[0]
+
+
 def test_accumulation_is_the_same_as_a_larger_batch(text: str) -> None:
     whole = train(config_of(text, batch_size=6), ALONE)
     parts = train(config_of(text, batch_size=2, accumulation=3), ALONE)

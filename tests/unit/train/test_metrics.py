@@ -87,6 +87,8 @@ def test_the_fields_of_schema_1_are_pinned() -> None:
                 "loss",
                 "bpb",
                 "grad_norm",
+                "max_logit",
+                "clipped_heads",
                 "skipped",
                 "skip_reason",
                 "lr_factor",

@@ -24,6 +24,7 @@ from layerwise.comm.exchanger import Cohort
 from layerwise.comm.handles import Handle
 from layerwise.layout.choice import sent_by_rank
 from layerwise.layout.plan import make_plan
+from layerwise.layout.slots import SlotPlan
 from layerwise.optim.update import Update
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
@@ -51,6 +52,7 @@ class Setup:
     grad_dtype: torch.dtype = torch.float32
     reducer: str = "collective"
     shard_grads: bool = False
+    staging: str = "slots"
     param_sync: str = "gather"
     matrix: str = "muon"
     other: str = "adamw"
@@ -142,6 +144,8 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
     def seen_all_to_all(self: Any, op: Any, send: Tensor, receive: Tensor, *splits: Any) -> Handle:
         rings = [bucket.ring for bucket in buckets if bucket.ring is not None]
         leased = storages(tensor for ring in rings for tensor in ring.tensors)
+        if op.phase in ("exchange", "return"):  # in slots, which are counted as they are
+            return all_to_all(self, op, send, receive, *splits)
         watch.see(*(t for t in (send, receive) if t.untyped_storage().data_ptr() not in leased))
         return all_to_all(self, op, send, receive, *splits)
 
@@ -155,8 +159,8 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
             newest[buffer_of[name[name.index("of ") :]]] = name
         check(self, name, *args, **named)
 
-    def seen_unpack(self: Any, received: Tensor) -> list[Tensor]:
-        tensors = unpack(self, received)
+    def seen_unpack(self: Any, *args: Any) -> list[Tensor]:
+        tensors = unpack(self, *args)
         watch.see(*tensors)
         return tensors
 
@@ -196,15 +200,18 @@ def sabotaged(optimizer: layerwise.Optimizer, what: str) -> Iterator[None]:
     """Keep or send more than any plan says while it runs."""
     with ExitStack() as stack:
         match what:
-            case "slots":  # what was sent is not dropped when it has arrived
+            case "slots":  # matrices are not dropped when they have been orthogonalised
                 kept: list[Any] = []
-                wait = Handle.wait
+                unpack = Cohort.unpack
 
-                def hoarding(self: Handle) -> Tensor:
-                    kept.extend(self._keep_alive)
-                    return wait(self)
+                def hoarding(self: Any, *args: Any) -> list[Tensor]:
+                    tensors = unpack(self, *args)
+                    kept.extend(tensors)
+                    return tensors
 
-                stack.enter_context(mock.patch.object(Handle, "wait", hoarding))
+                stack.enter_context(mock.patch.object(Cohort, "unpack", hoarding))
+            case "ring":  # a slot is larger than any passage
+                optimizer._update.slots.plan = SlotPlan(*(1 + number for number in optimizer._update.slots.plan))
             case "bytes":
                 apply = Update.apply
 
@@ -225,13 +232,14 @@ def differences(
     planned = memory_by_rank(plan, schedule, rules)[rank]
     numbers = numbers_of(plan, rank)
     shapes = {fqn: param.shape for fqn, param in model.engine.storage.params.items()}
-    found = []
+    found: list[str] = []
     if numbers != {domain: model.engine.storage.ranks[domain] for domain in plan.world_by_domain}:
         found.append(f"numbers {model.engine.storage.ranks}, planned {numbers}")
     if sum(schedule.bytes_by_collective(numbers).values()) != sent_by_rank(schedule.ops, plan.world)[rank]:
         found.append("bytes: two ways to add up the schedule")
     if optimizer.schedule != schedule:
         found.append("the optimizer has another schedule than was planned")
+    slots = optimizer._update.slots
     with sabotaged(optimizer, setup.sabotage), watched(model, planned.slots) as watch:
         for step in range(2):
             grads = {fqn: gradient(fqn, shape, rank, step, 0) for fqn, shape in shapes.items()}
@@ -241,12 +249,15 @@ def differences(
             if dict(optimizer.stats.bytes_by_collective) != expected:
                 found.append(f"bytes: sent {dict(optimizer.stats.bytes_by_collective)}, planned {expected}")
     enlarge(model, setup.sabotage)
-    really = counted(model, optimizer, watch.peak).to_json()
+    really = counted(model, optimizer, watch.peak + slots.nbytes).to_json()
     for name, nbytes in planned.to_json().items():
         # With leases, each buffer has so much in flight at some time, but not all of them at the same.
         fits = really[name] == nbytes or (name == "slots" and setup.shard_grads and really[name] < nbytes)
         if name != "total" and not fits:
             found.append(f"{name}: holds {really[name]}, planned {nbytes}")
+    model.free_buffers()
+    if slots.nbytes or any(ring.tensors for ring in {bucket.ring for bucket in model.engine.storage.buckets} if ring):
+        found.append("slots: some were not freed")
     return [f"rank {rank} {setup}: {text}" for text in found]
 
 
@@ -258,6 +269,7 @@ def build(setup: Setup, module: nn.Module, **more: Any) -> tuple[layerwise.DataP
             grad_dtype=setup.grad_dtype,
             reducer=setup.reducer,  # type: ignore[arg-type]
             shard_grads=setup.shard_grads,
+            staging=setup.staging,  # type: ignore[arg-type]
             param_sync=setup.param_sync,  # type: ignore[arg-type]
             bucket_mib=0.001,
             **more,
@@ -291,6 +303,8 @@ def setups_of(layout: str, world: int) -> list[Setup]:
         replace(base, param_sync="broadcast"),
         replace(base, cohort_numel=10**6),
         replace(base, cohort_numel=1),
+        replace(base, staging="gradients"),
+        replace(base, staging="gradients", grad_dtype=torch.bfloat16, cohort_numel=1000),
     ]
     return [setup for setup in everything if not setup.is_refused(world)]
 
@@ -304,13 +318,14 @@ def test_planned_bytes_are_the_bytes_of_a_run(layout: str, world: int) -> None:
     assert [text for found in run_ranks(world, run_all, setups) for text in found] == []
 
 
-@pytest.mark.parametrize("sabotage", ["params", "grads", "masters", "state", "slots", "bytes"])
+@pytest.mark.parametrize("sabotage", ["params", "grads", "masters", "state", "slots", "ring", "bytes"])
 def test_a_run_that_holds_or_sends_more_is_caught(sabotage: str) -> None:
     """The control: each category is really looked at."""
     setup = Setup(dtype=torch.bfloat16, grad_dtype=torch.bfloat16, sabotage=sabotage)
+    category = "slots" if sabotage == "ring" else sabotage
     for found in run_ranks(2, run_all, [setup]):
-        assert any(f"{sabotage}: " in text for text in found)
-        assert all(f"{sabotage}: " in text for text in found)
+        assert any(f"{category}: " in text for text in found)
+        assert all(f"{category}: " in text for text in found)
 
 
 # -- experts ---------------------------------------------------------------------------------------
@@ -344,6 +359,7 @@ def run_experts(rank: int, world: int, shape: tuple[int, int], setups: list[Setu
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3)])
 def test_planned_bytes_of_experts_are_those_of_a_run(shape: tuple[int, int]) -> None:
     setups = [Setup(layout=layout, dtype=torch.bfloat16, matrix="normuon") for layout in ("auto", *LAYOUTS)]
+    setups += [Setup(layout="flat", staging="gradients"), Setup(layout="compact", staging="gradients")]
     setups += [Setup(reducer="ordered", layout=layout, shard_grads=True) for layout in ("flat", "padded", "compact")]
     found: list[list[str]] = run_ranks(shape[0] * shape[1], run_experts, shape, setups)
     assert [text for texts in found for text in texts] == []

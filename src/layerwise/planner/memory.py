@@ -7,7 +7,7 @@ and what a communication library allocates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import add
@@ -17,9 +17,11 @@ from layerwise.dtypes import DType
 from layerwise.layout.choice import spread
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
+from layerwise.layout.slots import MOST_SLOTS, SlotPlan, carve, passage_nbytes
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan
 from layerwise.layout.work import EVERY_RANK, WorkPlan
 from layerwise.planner.rules import STATE_TENSORS, Rules, home_state_numel, wire_dtypes
+from layerwise.planner.timing import numbers_of
 
 _FP32 = DType.FP32.itemsize
 
@@ -38,7 +40,8 @@ class Memory:
     state: int
     """Momenta and second moments."""
     slots: int
-    """Staging at the worst moment of a step, of the reduction or of the exchange; free again when the step is over."""
+    """Staging: the ring of the exchange, which stays until it is freed, and at the worst moment what a reduction receives or
+    the matrices of one cohort and what became of them."""
 
     @property
     def total(self) -> int:
@@ -92,17 +95,22 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
         grads = _plus(grads, held, each)
         state = _plus(state, held, _FP32 * STATE_TENSORS[rules.of(buffer.key.family).kind])
         reducing = _plus(reducing, spread(_reduction_staging(plan, buffer), plan.world))
-    exchanging = [0] * plan.world
+    batches = ring = [0] * plan.world
+    number = 0
     if rules.matrix.is_matrix_rule:
         dtypes = wire_dtypes(plan, rules)
         for work in plan.works:
             homes = _home_numels(work, rules.matrix.kind)
             state = _plus(state, spread(homes.state, plan.world), _FP32)
-            peaks = _exchange_peaks(work, homes.by_cohort, schedule, dtypes)
-            # One domain after the other.
-            exchanging = list(map(max, exchanging, spread(peaks, plan.world)))
+            # One domain after the other, one cohort's matrices and what becomes of them at a time.
+            sizes = [dtypes[work.domain, cohort].itemsize for cohort in range(work.num_cohorts)]
+            here = ([2 * numel * size for numel in numels] for numels, size in zip(homes.by_cohort, sizes, strict=True))
+            batches = list(map(max, batches, spread(_most(here), plan.world)))
+            passages = _passages(work, schedule, sizes)
+            number = max(number, min(MOST_SLOTS, len(passages)))
+            ring = list(map(max, ring, spread(_most(passages), plan.world)))
     grads = [full + apart for apart in grads]
-    slots = map(max, reducing, exchanging)
+    slots = map(add, map(max, reducing, batches), _own_slots(plan, number, ring))
     return zip(repeat(params, plan.world), grads, masters, state, slots, strict=True)
 
 
@@ -201,49 +209,38 @@ def _home_numels(work: WorkPlan, kind: str) -> _Homes:
     )
 
 
-def _exchange_peaks(
-    work: WorkPlan, homes: Sequence[Sequence[int]], schedule: CommSchedule, dtypes: Mapping[tuple[str, int], DType]
-) -> list[int]:
-    """Most bytes of staging that each rank of a domain has at once while its cohorts go round; one number where ranks do
-    not differ."""
-    columns: list[list[int]] = []
-    is_moving = any(op.phase in _WAYS and op.domain == work.domain for op in schedule.ops)
-    for cohort, batches in enumerate(homes):
-        itemsize = dtypes[work.domain, cohort].itemsize
-        for phase in _WAYS:
-            op = schedule.find(phase, f"{work.domain} cohort {cohort}") if is_moving else None
-            columns.append([0] if op is None else [numel * itemsize for numel in op.sent])
-        columns.append([numel * itemsize for numel in batches])
-    ranks = max((len(column) for column in columns), default=1)
-    known: dict[tuple[int, ...], int] = {}
-    peaks = []
-    for passages in zip(*(column * ranks if len(column) == 1 else column for column in columns), strict=True):
-        if passages not in known:
-            known[passages] = _peak(passages)
-        peaks.append(known[passages])
-    return peaks
+def _most(columns: Iterable[Sequence[int]]) -> Sequence[int]:
+    """The largest number of each rank, from columns that have one per rank, or one for all of them."""
+    most: list[int] = []
+    everywhere = 0
+    for column in columns:
+        if len(column) == 1:
+            everywhere = max(everywhere, column[0])
+        else:
+            most = list(map(max, most, column)) if most else list(column)
+    return [max(everywhere, numel) for numel in most] if most else (everywhere,)
+
+
+def _passages(work: WorkPlan, schedule: CommSchedule, sizes: Sequence[int]) -> list[Sequence[int]]:
+    """Bytes of a slot for each cohort of a domain that moves, per rank."""
+    found: list[Sequence[int]] = []
+    for cohort, itemsize in enumerate(sizes):
+        there, back = (schedule.find(phase, f"{work.domain} cohort {cohort}") for phase in _WAYS)
+        if there is not None and back is not None:
+            sent, received = ([numel * itemsize for numel in op.sent] for op in (there, back))
+            found.append(list(map(passage_nbytes, sent, received)))
+    return found
 
 
 _WAYS: tuple[Phase, Phase] = ("exchange", "return")
 
 
-def _peak(passages: Sequence[int]) -> int:
-    """The worst moment of one rank, from (bytes sent away, bytes received as a home, bytes of its batches) for every
-    cohort in turn.
-
-    The pipeline of `optim.update`: cohort k + 1 sets out, then k arrives, is unpacked, orthogonalised and sent back, then
-    k - 1 is taken home. A passage holds what it sends and what it receives, either way, until it was waited for;
-    batches and what became of them are dropped when those of the next cohort are there.
-    """
-    away, here, batches = ([0, *passages[part::3], 0] for part in range(3))
-    passage = list(map(add, away, here))
-    worst = 0
-    for now in range(1, len(batches) - 1):
-        before, after = now - 1, now + 1
-        flying = passage[before] + passage[after]
-        setting_out = 2 * batches[before] + passage[now]
-        unpacking = 2 * batches[before] + here[now] + batches[now]
-        orthogonalised = batches[before] + 2 * batches[now]
-        sending_back = 2 * batches[now] + passage[now]
-        worst = max(worst, flying + max(setting_out, unpacking, orthogonalised, sending_back))
-    return worst
+def _own_slots(plan: Plan, number: int, ring: Sequence[int]) -> list[int]:
+    """Bytes of slots on each rank that do not lie in gradients."""
+    if plan.staging != "gradients":
+        return [number * nbytes for nbytes in ring]
+    own = []
+    for rank, nbytes in enumerate(ring):
+        carved = carve(plan.idle_runs(numbers_of(plan, rank)), SlotPlan(number, nbytes), plan.grad_dtype.itemsize)
+        own.append((number - len(carved)) * nbytes)
+    return own

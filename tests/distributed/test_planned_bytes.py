@@ -24,7 +24,6 @@ from layerwise.comm.exchanger import Cohort
 from layerwise.comm.handles import Handle
 from layerwise.layout.choice import sent_by_rank
 from layerwise.layout.plan import make_plan
-from layerwise.layout.slots import SlotPlan
 from layerwise.optim.update import Update
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
@@ -211,7 +210,8 @@ def sabotaged(optimizer: layerwise.Optimizer, what: str) -> Iterator[None]:
 
                 stack.enter_context(mock.patch.object(Cohort, "unpack", hoarding))
             case "ring":  # a slot is larger than any passage
-                optimizer._update.slots.plan = SlotPlan(*(1 + number for number in optimizer._update.slots.plan))
+                slots = optimizer._update.slots
+                slots.plan = slots.plan._replace(own_nbytes=slots.plan.own_nbytes + 64)
             case "bytes":
                 apply = Update.apply
 

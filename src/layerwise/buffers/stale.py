@@ -8,7 +8,8 @@ nothing is left in the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,16 @@ class StaleParam:
                 type(param).bring_up_to_date()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    # Both look at the class before they read anything.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        type(self).bring_up_to_date()
+        return deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        type(self).bring_up_to_date()
+        return self.__reduce_ex__(protocol)
 
 
 def _stale_inside(found: Any) -> Iterator[StaleParam]:

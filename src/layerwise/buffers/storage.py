@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from layerwise.buffers.bind import torch_dtype
 from layerwise.buffers.slots import Slots
 from layerwise.errors import StateError, listed
 from layerwise.layout.plan import Plan
-from layerwise.layout.slots import SlotPlan, carve
+from layerwise.layout.slots import IdleRun, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan, Span
 
 
@@ -251,17 +252,18 @@ class Storage:
             raise StateError(f"{bucket.plan.label} has no gradient memory: it was released when it was reduced.")
         return bucket.grad
 
-    def slots(self, plan: SlotPlan) -> Slots:
-        """Staging memory for the exchange, in idle gradients where the plan says so and they are long enough."""
+    def slots(self, passages: Sequence[Sequence[int]]) -> Slots:
+        """Staging memory for passages of so many bytes, domain by domain."""
         itemsize = self.plan.grad_dtype.itemsize
-        borrowed = []
-        for slot in carve(self.plan.idle_runs(self.ranks), plan, itemsize) if self.plan.staging == "gradients" else ():
-            full = self._full_grads[slot.buffer]
-            if full is None:
-                raise RuntimeError(f"buffer {slot.buffer} has no gradients to lease.")
-            start = slot.start * itemsize
-            borrowed.append(full.view(torch.uint8)[start : start + plan.nbytes])
-        return Slots(plan, self.device, borrowed)
+        runs = usable(self.plan.idle_runs(self.ranks), itemsize) if self.plan.staging == "gradients" else []
+        plan = place_slots(passages, [run.stop - run.start for run in runs])
+        return Slots(plan, self.device, [self._idle_bytes(run) for run in runs])
+
+    def _idle_bytes(self, run: IdleRun) -> Tensor:
+        full = self._full_grads[run.buffer]
+        if full is None:
+            raise RuntimeError(f"buffer {run.buffer} has no gradients to lease.")
+        return full.view(torch.uint8)[run.start : run.stop]
 
     def check_aliases(self) -> None:
         """Raise if a param no longer reads the replica, as after `module.to()` or `param.data = ...`: updates would not
@@ -283,11 +285,17 @@ class Storage:
                     "would not see it. Add a term to the loss instead."
                 )
 
+    def note_update(self) -> None:
+        """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
+        increment_version(list(self.params.values()))
+        self._versions = {fqn: param._version for fqn, param in self.params.items()}
+
     @torch.no_grad()
-    def pull_changed_params(self) -> None:
+    def pull_changed_params(self) -> set[str]:
         """Take over weights that the user changed in place (`load_state_dict`, `param.copy_()`): the change counts, as
         it would with any torch optimizer. We write through the replica and never through the param, so its version
-        moves only for others."""
+        moves only for others. Returns which ones."""
+        all_changed: set[str] = set()
         for bucket in self.buckets:
             changed = {
                 placement.fqn
@@ -301,6 +309,8 @@ class Storage:
                     # both have been loaded, in either order.
                     master.copy_(torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype)))
             self._versions.update({fqn: self.params[fqn]._version for fqn in changed})
+            all_changed |= changed
+        return all_changed
 
     def nbytes(self) -> int:
         """Bytes this rank holds, aliases counted once."""

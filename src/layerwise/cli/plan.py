@@ -24,6 +24,7 @@ from layerwise.errors import ConfigError, Problem, did_you_mean
 from layerwise.layout.choice import Choice, Hardware
 from layerwise.layout.plan import DEFAULT_HARDWARE, resolve_layout
 from layerwise.layout.schedule import Phase
+from layerwise.layout.slots import Staging
 from layerwise.layout.storage import BufferKey, Reducer
 from layerwise.planner.hf_config import UnknownFamilyError, hf_table
 from layerwise.planner.presets import PRESETS, preset
@@ -54,6 +55,7 @@ class PlanRequest:
     rule: str = "muon"
     reducer: Reducer = "collective"
     shard_grads: bool = False
+    staging: Staging = "slots"
     hardware: Hardware = DEFAULT_HARDWARE
     as_json: bool = False
 
@@ -197,6 +199,7 @@ def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | 
         bucket_numel=bucket_numel(request),
         reducer=request.reducer,
         shard_grads=request.shard_grads,
+        staging=request.staging,
         rules=Rules(matrix=RULES_BY_KIND[request.rule](lr=0.0)),
         hardware=request.hardware,
     )
@@ -240,6 +243,7 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
             "other_rule": setting.rules.other.kind,
             "reducer": setting.reducer,
             "shard_grads": setting.shard_grads,
+            "staging": setting.staging,
             "bucket_mib": request.bucket_mib,
         },
         "hardware": {"tflops": setting.hardware.ns_tflops, "link_gb_s": setting.hardware.link_gb_s},
@@ -277,6 +281,7 @@ def _title(request: PlanRequest, comparison: Comparison) -> str:
     extras = [
         f"{setting.reducer} sums" if setting.reducer != "collective" else "",
         "gradients released once reduced" if setting.shard_grads else "",
+        "slots in idle gradients" if setting.staging == "gradients" else "",
         f"buckets of {request.bucket_mib:g} MiB" if request.bucket_mib is not None else "",
     ]
     return (

@@ -130,6 +130,17 @@ class Communicator:
             with record_function(f"layerwise::{name}"):
                 dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
 
+    def gather_numbers(self, numbers: Tensor, *, label: str) -> Tensor:
+        """Every rank's few numbers, one row each. For comparisons beside a step, so it is in no schedule."""
+        name = f"comparison of {label}"
+        self._check(name, "all_gather", numbers)
+        if self.group is None or self.world == 1:
+            return numbers[None]
+        rows = numbers.new_empty(self.world * numbers.numel())
+        with record_function(f"layerwise::{name}"):
+            _all_gather(rows, numbers, group=self.group)
+        return rows.view(self.world, -1)
+
     def _count(self, kind: str, nbytes: int) -> None:
         self.sent_nbytes[kind] += nbytes
 

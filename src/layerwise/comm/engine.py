@@ -19,12 +19,13 @@ from layerwise.buffers.slots import Slots
 from layerwise.buffers.storage import Storage, one_device
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Domain, Groups, derive_together, tie_groups
+from layerwise.comm.groups import Domain, Groups, derive_together, share, tie_groups
 from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.dtypes import DType
 from layerwise.errors import PlanMismatchError, StateError
+from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer
@@ -138,6 +139,18 @@ def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
     trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
     if trainables:
         one_device(trainables)
+
+
+def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> tuple[int, int] | None:
+    """The first tensor whose bits are not those of rank 0 on some rank, and that rank. The same answer on every rank."""
+    if not tensors:
+        return None
+    rows = communicator.gather_numbers(torch.cat([hash_bits(tensor) for tensor in tensors]), label="replicas").cpu()
+    differing = (rows != rows[0]).nonzero()
+    if not len(differing):
+        return None
+    rank, number = differing[differing[:, 1].argmin()].tolist()
+    return number // 2, rank
 
 
 class Engine:
@@ -265,6 +278,28 @@ class Engine:
                     f"param {fqn!r} was {was} after construction: it has no place in the buffers and would never be updated. "
                     "Build the model whole and set requires_grad before wrapping it."
                 )
+
+    def check_replicas(self) -> None:
+        """Raise on every rank, naming a param, unless all ranks of each domain have the same weights. All replicas must be
+        up to date, and no reduction under way."""
+        problem = ""
+        for domain, communicator in sorted(self.communicators.items()):
+            buckets = [bucket for bucket in self.storage.buckets if bucket.plan.domain == domain]
+            differs = _first_difference([bucket.replica for bucket in buckets], communicator)
+            if differs is not None and not problem:
+                number, rank = differs
+                plan = buckets[number].plan
+                params = [self.storage.params[placement.fqn].detach().view(-1) for placement in plan.placements]
+                which = _first_difference(params, communicator)
+                name = plan.placements[which[0] if which else 0].fqn
+                problem = (
+                    f"param {name!r} ({plan.label}) has other values on rank {rank} of domain {domain!r} than on rank 0: a step "
+                    "would mix them. Load the same weights on every rank, or build the model anew."
+                )
+        told = share(self.groups, lambda: {"problem": problem})
+        problems = [text for facts in told if (text := str(facts["problem"]))]
+        if problems:
+            raise StateError(problems[0])
 
     def free_buffers(self) -> None:
         """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""

@@ -17,7 +17,7 @@ from layerwise.comm.handles import Handle
 from layerwise.dtypes import DType
 from layerwise.layout.exchange import Exchange, Piece, exchange_for
 from layerwise.layout.schedule import CommOp, CommSchedule
-from layerwise.layout.slots import passage_nbytes
+from layerwise.layout.slots import Slot, passage_nbytes
 from layerwise.layout.work import WorkPlan
 from layerwise.routing.geometry import Box, flat_index, row_major_strides
 from layerwise.routing.matrices import Matrix
@@ -102,9 +102,9 @@ class Cohort:
         itemsize = self.dtype.itemsize
         return passage_nbytes(sum(self._table.send_splits) * itemsize, sum(self._table.receive_splits) * itemsize)
 
-    def send(self, slots: Slots) -> Passage:
+    def send(self, slots: Slots, slot: Slot | None) -> Passage:
         """Start this cohort's pieces on their way to their homes."""
-        return self._move(self._there, _updates(self._leaving), self._table, slots)
+        return self._move(self._there, _updates(self._leaving), self._table, slots, slot)
 
     def unpack(self, passage: Passage, slots: Slots) -> list[Tensor]:
         """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
@@ -121,21 +121,27 @@ class Cohort:
             slots.release(passage.lease)
         return tensors
 
-    def send_back(self, updates: Sequence[Tensor], slots: Slots) -> Passage:
+    def send_back(self, updates: Sequence[Tensor], slots: Slots, slot: Slot | None) -> Passage:
         """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
         table = self._table.inverse()
         for piece, here in zip(table.stays, _updates(self._staying), strict=True):
             for target, source in zip(here, self._home_views(piece, updates), strict=True):
                 target.copy_(source)
-        return self._move(self._back, [self._home_views(piece, updates) for piece in table.sends], table, slots)
+        return self._move(self._back, [self._home_views(piece, updates) for piece in table.sends], table, slots, slot)
 
-    def _move(self, op: CommOp | None, outgoing: Sequence[Sequence[Tensor]], table: Exchange, slots: Slots) -> Passage:
-        if op is None:  # no rank has anything to send
+    def _move(
+        self,
+        op: CommOp | None,
+        outgoing: Sequence[Sequence[Tensor]],
+        table: Exchange,
+        slots: Slots,
+        slot: Slot | None,
+    ) -> Passage:
+        if op is None or slot is None:  # no rank has anything to send
             nothing = torch.empty(0, dtype=self.dtype, device=self._device)
             return Passage(Handle(f"{self._label}, which stays where it is", nothing), None)
-        lease = slots.lease(
-            sum(table.send_splits), sum(table.receive_splits), self.dtype, f"the {op.phase} of {self._label}"
-        )
+        who = f"the {op.phase} of {self._label}"
+        lease = slots.lease(slot, sum(table.send_splits), sum(table.receive_splits), self.dtype, who)
         cursor = 0
         for regions in outgoing:
             for region in regions:

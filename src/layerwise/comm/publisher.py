@@ -85,6 +85,7 @@ class Publisher:
     def begin(self) -> None:
         """Masters have moved: all replicas are stale. Gathers now, or as forward asks for them."""
         self._launched = 0
+        self._storage.note_update()
         if not self.overlap:
             self.ensure_all()
             return
@@ -113,6 +114,8 @@ class Publisher:
         timer.start()
         try:
             self.ensure(bucket)
+        except StateError:
+            raise
         except RuntimeError as error:
             raise StateError(hint) from error
         finally:

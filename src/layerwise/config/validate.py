@@ -231,6 +231,13 @@ def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
             f"expected collective or ordered with grad_dtype {parallel.grad_dtype}, got ordered_bf16: it rounds fp32 "
             "gradients for the wire.",
         )
+    if parallel.staging == "gradients" and parallel.shard_grads:
+        yield Problem(
+            "parallel.staging",
+            "expected slots with shard_grads, got gradients: full gradients are released once they are reduced.",
+        )
+    if parallel.prefetch is not None and parallel.prefetch < 0:
+        yield Problem("parallel.prefetch", f"expected 0 or more, or none for all, got {parallel.prefetch}.")
     is_all_reduced = parallel.layout == "compact" and parallel.reducer == "collective"
     if parallel.shard_grads and (is_all_reduced or parallel.layout == "replicated"):
         yield Problem(

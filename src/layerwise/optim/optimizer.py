@@ -18,6 +18,7 @@ from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
+from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.schedule import CommSchedule
 from layerwise.optim.groups import GroupPlan, check_options, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler, checked_loss_scale
@@ -27,6 +28,7 @@ from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_
 from layerwise.optim.stats import Seen, StatsPass, StepStats, Totals, assign_norm_groups
 from layerwise.optim.update import Update
 from layerwise.routing.rules import RouteRule
+from layerwise.routing.spec import DENSE
 
 
 class Planned(NamedTuple):
@@ -106,6 +108,8 @@ class Optimizer(torch.optim.Optimizer):
         self._engine = _engine_of(model, rules, strict)
         plan = self._engine.plan
         self._loss_was_scaled = False
+        self._has_checked_replicas = False
+        self._changed: set[str] = set()
         self._step_count = 0
         self.stats = StepStats()
 
@@ -194,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine.publisher.ensure_all()
         if self._plain:
             self._collect_gradients()
-        self._engine.storage.pull_changed_params()
+        self._changed |= self._engine.storage.pull_changed_params()
         problem = self._preflight()
         divisor = self._engine.plan.world * (self._scaler.scale if self._scaler is not None else 1.0)
         try:
@@ -213,8 +217,13 @@ class Optimizer(torch.optim.Optimizer):
         """Finish the reductions and take the statistics; again for buckets that were reduced too early on any rank."""
         reducer = self._engine.reducer
         is_unscaled = self._scaler is not None and reducer.has_gradients and not self._loss_was_scaled
+        missing = reducer.finish()
+        if not self._has_checked_replicas or self._engine.settings.check_replicas:
+            # A bad start must not be spread: from now on shards of all ranks are one model.
+            self._engine.check_replicas()
+            self._has_checked_replicas = True
         seen = Seen(
-            missing=reducer.finish(),
+            missing=missing,
             late=reducer.late,
             settings=repr([self._settings(), problem]),
             tie_settings=self._tie_settings(),
@@ -274,7 +283,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, object]:
         """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Masters are those of the
         weights as they are: what the user wrote into them counts."""
-        self._engine.storage.pull_changed_params()
+        self._changed |= self._engine.storage.pull_changed_params()
         return export_state(super().state_dict(), self._extra_state())
 
     @torch.no_grad()
@@ -325,6 +334,7 @@ class Optimizer(torch.optim.Optimizer):
             "step": self._step_count,
             "loss_scale": self._scaler.scale if self._scaler is not None else None,
             "policy": repr(self._policy),
+            "weights changed from outside": self._changed_hashes(),
             "groups": [
                 {
                     "label": f"param group {index}",
@@ -332,6 +342,15 @@ class Optimizer(torch.optim.Optimizer):
                 }
                 for index, group in enumerate(self.param_groups)
             ],
+        }
+
+    def _changed_hashes(self) -> dict[str, list[int] | None]:
+        """What was written into weights since the last step: the same on every rank, or shards would mix. Ranks hold
+        different experts under one name, so of those only the name."""
+        params, domain_of = self._engine.storage.params, {spec.fqn: spec.domain for spec in self._engine.plan.table}
+        return {
+            fqn: hash_bits(params[fqn].detach().reshape(-1)).tolist() if domain_of[fqn] == DENSE else None
+            for fqn in sorted(self._changed)
         }
 
     def _preflight(self) -> Exception | None:
@@ -399,6 +418,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _finish(self, totals: Totals, divisor: float) -> None:
         """Decide from reduced values, act, and record."""
+        self._changed.clear()
         coefficients = self._policy.clip_coefficients(totals, self._stats_pass.names)
         reason = self._policy.skip_reason(totals)
         if self._scaler is not None:

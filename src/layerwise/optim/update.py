@@ -15,7 +15,7 @@ from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
 from layerwise.layout.schedule import CommSchedule, pipelined
-from layerwise.layout.slots import slots_for
+from layerwise.layout.slots import Slot
 from layerwise.optim.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, state_names
 from layerwise.optim.groups import GroupPlan
 
@@ -94,10 +94,16 @@ class Update:
             ]
             for work in (engine.plan.works if exchange else ())
         ]
-        moving = [[cohort.passage_nbytes for cohort in cohorts] for cohorts in self._cohorts]
+        passages = [[cohort.passage_nbytes for cohort in cohorts] for cohorts in self._cohorts]
         self.slots = engine.slots = engine.storage.slots(
-            slots_for([nbytes for nbytes in each if nbytes is not None] for each in moving)
+            [[nbytes for nbytes in each if nbytes is not None] for each in passages]
         )
+        self._slot_of: dict[Cohort, Slot | None] = {}
+        for cohorts, planned in zip(self._cohorts, self.slots.plan.slots, strict=True):
+            places = iter(planned)
+            self._slot_of.update(
+                {cohort: None if cohort.passage_nbytes is None else next(places) for cohort in cohorts}
+            )
         self._home_state = {
             batch: {
                 name: torch.zeros(len(batch.items), *shape, device=self._buckets[0].work.device)
@@ -171,7 +177,7 @@ class Update:
         returning: dict[int, Passage] = {}
         for phase, number_ in pipelined(len(cohorts)):
             if phase == "exchange":
-                incoming[number_] = cohorts[number_].send(self.slots)
+                incoming[number_] = cohorts[number_].send(self.slots, self._slot_of[cohorts[number_]])
                 continue
             meanwhile()
             cohort = cohorts[number_]
@@ -183,7 +189,7 @@ class Update:
             del matrices
             if number_ > 0:
                 self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1), options)
-            returning[number_] = cohort.send_back(directions, self.slots)
+            returning[number_] = cohort.send_back(directions, self.slots, self._slot_of[cohort])
             del directions
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)

@@ -23,9 +23,9 @@ def watch_forward(chunks: Sequence[nn.Module], bucket_of: Mapping[nn.Parameter, 
     for module in {id(child): child for chunk in chunks for child in chunk.modules()}.values():
         own = _buckets(module.parameters(recurse=False), bucket_of)
         if own:
-            asking = module.register_forward_pre_hook(_asking(own, publisher))
+            asking = module.register_forward_pre_hook(_Asking(own, publisher))
             publisher.when_learned(asking.remove)
-            module.register_forward_pre_hook(_ensuring(own, publisher))
+            module.register_forward_pre_hook(_Ensuring(own, publisher))
         _watch_compiled(module, _buckets(module.parameters(), bucket_of), publisher)
 
 
@@ -33,35 +33,61 @@ def _buckets(params: Iterator[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bu
     return tuple(dict.fromkeys(bucket_of[param] for param in params if param in bucket_of))
 
 
-def _ensuring(buckets: Buckets, publisher: Publisher) -> Callable[..., None]:
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def trace() -> int:
-        publisher.note_compiled(buckets)
-        return 0
+def _nothing(*args: object) -> None:
+    """What a hook becomes in a copy of its module, whose params are nobody's replicas."""
 
-    def hook(module: nn.Module, inputs: object) -> None:
+
+def _copied() -> Callable[..., None]:
+    return _nothing
+
+
+class _Hook:
+    """A forward pre-hook that stays behind when its module is copied or pickled."""
+
+    def __init__(self, buckets: Buckets, publisher: Publisher) -> None:
+        self._buckets, self._publisher = buckets, publisher
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied, ()
+
+
+class _Ensuring(_Hook):
+    """Brings buckets up to date."""
+
+    def __init__(self, buckets: Buckets, publisher: Publisher) -> None:
+        super().__init__(buckets, publisher)
+
+        @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+        def trace() -> int:
+            publisher.note_compiled(buckets)
+            return 0
+
+        self._trace = trace
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():
-            trace()
+            self._trace()
             return
-        for bucket in buckets:
+        for bucket in self._buckets:
             if bucket.replica_version != bucket.master_version:
-                publisher.ensure(bucket)
-
-    return hook
+                self._publisher.ensure(bucket)
 
 
-def _asking(buckets: Buckets, publisher: Publisher) -> Callable[..., None]:
-    def hook(module: nn.Module, inputs: object) -> None:
+class _Asking(_Hook):
+    """Tells in which order modules run, until that is known."""
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
         if not torch.compiler.is_compiling():
-            publisher.ask(buckets)
-
-    return hook
+            self._publisher.ask(self._buckets)
 
 
 def _watch_compiled(module: nn.Module, buckets: Buckets, publisher: Publisher) -> None:
     """Compiled code runs no hooks, so everything that it may read is brought up to date where it is entered."""
     if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile(module)
-        module.register_forward_pre_hook(_ensuring(buckets, publisher))
+        module.register_forward_pre_hook(_Ensuring(buckets, publisher))
     entry = getattr(module, "_compiled_call_impl", None)
     if callable(entry):  # module.compile()
 

@@ -17,7 +17,7 @@ from layerwise.dtypes import DType
 from layerwise.layout.choice import spread
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
-from layerwise.layout.slots import MOST_SLOTS, SlotPlan, carve, passage_nbytes
+from layerwise.layout.slots import passage_nbytes, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan
 from layerwise.layout.work import EVERY_RANK, WorkPlan
 from layerwise.planner.rules import STATE_TENSORS, Rules, home_state_numel, wire_dtypes
@@ -95,8 +95,8 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
         grads = _plus(grads, held, each)
         state = _plus(state, held, _FP32 * STATE_TENSORS[rules.of(buffer.key.family).kind])
         reducing = _plus(reducing, spread(_reduction_staging(plan, buffer), plan.world))
-    batches = ring = [0] * plan.world
-    number = 0
+    batches = [0] * plan.world
+    passages: list[list[list[int]]] = []
     if rules.matrix.is_matrix_rule:
         dtypes = wire_dtypes(plan, rules)
         for work in plan.works:
@@ -106,11 +106,9 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
             sizes = [dtypes[work.domain, cohort].itemsize for cohort in range(work.num_cohorts)]
             here = ([2 * numel * size for numel in numels] for numels, size in zip(homes.by_cohort, sizes, strict=True))
             batches = list(map(max, batches, spread(_most(here), plan.world)))
-            passages = _passages(work, schedule, sizes)
-            number = max(number, min(MOST_SLOTS, len(passages)))
-            ring = list(map(max, ring, spread(_most(passages), plan.world)))
+            passages.append([spread(passage, plan.world) for passage in _passages(work, schedule, sizes)])
     grads = [full + apart for apart in grads]
-    slots = map(add, map(max, reducing, batches), _own_slots(plan, number, ring))
+    slots = map(add, map(max, reducing, batches), _own_slots(plan, passages))
     return zip(repeat(params, plan.world), grads, masters, state, slots, strict=True)
 
 
@@ -235,12 +233,18 @@ def _passages(work: WorkPlan, schedule: CommSchedule, sizes: Sequence[int]) -> l
 _WAYS: tuple[Phase, Phase] = ("exchange", "return")
 
 
-def _own_slots(plan: Plan, number: int, ring: Sequence[int]) -> list[int]:
-    """Bytes of slots on each rank that do not lie in gradients."""
-    if plan.staging != "gradients":
-        return [number * nbytes for nbytes in ring]
+def _own_slots(plan: Plan, passages: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    """Bytes of slots on each rank that do not lie in gradients, from those of each domain's cohorts' passages by rank."""
+    itemsize = plan.grad_dtype.itemsize
+    known: dict[object, int] = {}
     own = []
-    for rank, nbytes in enumerate(ring):
-        carved = carve(plan.idle_runs(numbers_of(plan, rank)), SlotPlan(number, nbytes), plan.grad_dtype.itemsize)
-        own.append((number - len(carved)) * nbytes)
+    for rank in range(plan.world):
+        mine = [[passage[rank] for passage in domain] for domain in passages]
+        regions = []
+        if plan.staging == "gradients":
+            regions = [run.stop - run.start for run in usable(plan.idle_runs(numbers_of(plan, rank)), itemsize)]
+        key = repr((mine, regions))
+        if key not in known:
+            known[key] = place_slots(mine, regions).own_nbytes
+        own.append(known[key])
     return own

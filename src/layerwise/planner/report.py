@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from layerwise.dtypes import DType
 from layerwise.layout.choice import Choice, Hardware
 from layerwise.layout.plan import DEFAULT_HARDWARE, Plan, compare_plans
+from layerwise.layout.slots import Staging
 from layerwise.layout.storage import Reducer
 from layerwise.planner.memory import Memory, worst_memory
 from layerwise.planner.rules import Rules, schedule_for
@@ -88,6 +89,7 @@ class Setting:
     bucket_numel: int | None = None
     reducer: Reducer = "collective"
     shard_grads: bool = False
+    staging: Staging = "slots"
     rules: Rules = _DEFAULT_RULES
     hardware: Hardware = DEFAULT_HARDWARE
 
@@ -102,6 +104,7 @@ class Setting:
             bucket_numel=self.bucket_numel,
             reducer=self.reducer,
             shard_grads=self.shard_grads,
+            staging=self.staging,
             hardware=self.hardware,
         )
 

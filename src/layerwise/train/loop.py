@@ -231,7 +231,11 @@ def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher
             ties=ties_of(chunks),
             reducer=config.parallel.reducer,
             shard_grads=config.parallel.shard_grads,
+            staging=config.parallel.staging,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+            prefetch=config.parallel.prefetch,
+            align_param_gather=config.parallel.chunks > 1 and config.parallel.prefetch is not None,
             bucket_mib=config.parallel.bucket_mib,
             grad_dtype=_DTYPES[config.parallel.grad_dtype],
         )

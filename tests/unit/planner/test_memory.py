@@ -10,7 +10,6 @@ import pytest
 from layerwise.config.rules import RULES_BY_KIND, AdaMuon, AdamW, Lion, Muon, NorMuon
 from layerwise.dtypes import DType
 from layerwise.layout.plan import make_plan
-from layerwise.layout.slots import passage_nbytes, slots_for
 from layerwise.optim.algorithms import MATRIX, state_names
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.presets import preset
@@ -131,37 +130,6 @@ def test_a_cohort_travels_in_fp32_as_soon_as_one_matrix_needs_that() -> None:
 
 
 # -- the pipeline of cohorts ---------------------------------------------------------------------
-
-
-def most_slots_out(num_cohorts: int) -> int:
-    """How many slots are out at once, by walking through the exchange one thing at a time."""
-    out: set[str] = set()
-    most = 0
-
-    def lease(name: str) -> None:
-        nonlocal most
-        out.add(name)
-        most = max(most, len(out))
-
-    lease("there 0")
-    for number in range(num_cohorts):
-        if number + 1 < num_cohorts:
-            lease(f"there {number + 1}")
-        out.remove(f"there {number}")  # unpacked
-        out.discard(f"back {number - 1}")  # taken home
-        lease(f"back {number}")
-    return most
-
-
-@pytest.mark.parametrize("num_cohorts", range(1, 7))
-def test_there_are_as_many_slots_as_are_ever_out_at_once(num_cohorts: int) -> None:
-    assert slots_for([[8] * num_cohorts]) == (most_slots_out(num_cohorts), 8)
-
-
-def test_slots_are_as_large_as_the_largest_passage_of_any_domain() -> None:
-    assert slots_for([[64, 640], [128]]) == (2, 640)
-    assert slots_for([]) == slots_for([[]]) == (0, 0)
-    assert passage_nbytes(1, 65) == 64 + 128
 
 
 def test_one_cohort_holds_a_matrix_its_update_and_what_travels() -> None:

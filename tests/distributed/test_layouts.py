@@ -365,10 +365,10 @@ TIES = {
     "no param": "tie 'embedding' names 'embed.weight', which is no trainable param of this stage.",
     "shape": "tie 'embedding' has shape [17, 12] on stage 0 ('embed.weight') and [20, 12] on stage 1 ('qkv.weight'): copies of one weight must be alike.",
     "dtype": "tie 'embedding' has dtype torch.float32 on stage 0 ('embed.weight') and torch.bfloat16 on stage 1 ('head.weight')",
-    "layout": "tie 'embedding' is stored as flat, 256 elements in 2 shards, other [] {} on stage 0 ('embed.weight') and as replicated, 256 elements in 1",
-    "family": "tie 'embedding' is stored as flat, 256 elements in 1 shards, other [] {} on stage 0 ('embed.weight') and as flat, 256 elements in 1 shards, matrix",
-    "lr": "tie 'embedding' is stored as flat, 256 elements in 1 shards, other [] {} on stage 0 ('embed.weight') and as flat, 256 elements in 1 shards, other",
-    "norm group": "tie 'embedding' is updated as",
+    "layout": "tie 'embedding' is stored with layout flat on stage 0 ('embed.weight') and replicated on stage 1 ('head.weight')",
+    "family": "tie 'embedding' is stored with route other on stage 0 ('embed.weight') and matrix on stage 1 ('head.weight')",
+    "lr": "tie 'embedding' is stored with options {} on stage 0 ('embed.weight') and {'lr': 0.5} on stage 1 ('head.weight')",
+    "norm group": "tie 'embedding' is updated with norm group embedding on stage 0 ('embed.weight') and other on stage 1 ('head.weight')",
 }
 
 

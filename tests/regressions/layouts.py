@@ -317,7 +317,7 @@ CASES = (
             Mistake(
                 what="a stage does not know the embeddings of the others",
                 put_in=stages_do_not_tell,
-                seen_as="PlanMismatchError: tie 'embedding' is stored as flat, .* on stage 0 .* and as padded",
+                seen_as="PlanMismatchError: tie 'embedding' is stored with layout flat on stage 0 .* and padded",
             ),
         ),
     ),

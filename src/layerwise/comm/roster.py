@@ -72,35 +72,40 @@ class Roster:
         )
 
 
-def check_alike(groups: Groups, roster: Roster, what: str, mine: Mapping[str, str]) -> None:
+def check_alike(groups: Groups, roster: Roster, what: str, mine: Mapping[str, Mapping[str, str]]) -> None:
     """Raise on every rank unless all stages say the same of the copies of a tied weight: `mine` is what this one says of
     each of its own."""
     if not roster.copies:
         return
     gathered: list[Any] = share(groups, lambda: dict(mine))
     for tie, copies in roster.copies.items():
-        (first, one), *others = ((stage, gathered[min(groups.stages[stage])].get(tie)) for stage in sorted(copies))
+        (first, one), *others = ((stage, gathered[min(groups.stages[stage])].get(tie, {})) for stage in sorted(copies))
         for stage, other in others:
-            if other != one:
-                raise PlanMismatchError(
-                    f"tie {tie!r} {what} as {one} on stage {first} ({copies[first]!r}) and as {other} on stage {stage} "
-                    f"({copies[stage]!r}): copies of one weight must be alike. Give all stages the same layout, rules and "
-                    "options for it."
-                )
+            for name in [*one, *other]:
+                if one.get(name) != other.get(name):
+                    raise PlanMismatchError(
+                        f"tie {tie!r} {what} with {name} {one.get(name)} on stage {first} ({copies[first]!r}) and {other.get(name)} "
+                        f"on stage {stage} ({copies[stage]!r}): copies of one weight must be alike. Give all stages the same "
+                        "layout, rules and options for it."
+                    )
 
 
-def cuts_of_ties(plan: Plan) -> dict[str, str]:
+def cuts_of_ties(plan: Plan) -> dict[str, dict[str, str]]:
     """How each tied weight is stored and routed, in words: its shards are summed place by place, and all of its copies
     must take the same update."""
     found = {}
     for bucket in plan.buckets:
         if bucket.tie:
             route = plan.routes[bucket.placements[0].fqn]
-            borders = f" at {list(bucket.borders)}" if bucket.borders else ""
-            found[bucket.tie] = (
-                f"{plan.buffers[bucket.buffer].key.layout}, {bucket.numel} elements in {bucket.num_shards} shards{borders}, "
-                f"{route.family} {[(matrix.rows, matrix.cols) for matrix in route.matrices]} {dict(route.options)}"
-            )
+            found[bucket.tie] = {
+                "layout": plan.buffers[bucket.buffer].key.layout,
+                "elements": str(bucket.numel),
+                "shards": str(bucket.num_shards),
+                "borders": str(list(bucket.borders)),
+                "route": route.family,
+                "matrices": str([(matrix.rows, matrix.cols) for matrix in route.matrices]),
+                "options": str(dict(route.options)),
+            }
     return found
 
 

@@ -226,7 +226,7 @@ class Optimizer(torch.optim.Optimizer):
             missing=missing,
             late=reducer.late,
             settings=repr([self._settings(), problem]),
-            tie_settings=self._tie_settings(),
+            tie_settings={tie: repr(settings) for tie, settings in self._tie_settings().items()},
             has_problem=problem is not None,
             is_scaled=self._loss_was_scaled,
             is_unscaled=is_unscaled,
@@ -237,16 +237,16 @@ class Optimizer(torch.optim.Optimizer):
             totals = self._stats_pass.reduce(replace(seen, late=reducer.late), divisor)
         return totals
 
-    def _tie_settings(self) -> dict[str, str]:
+    def _tie_settings(self) -> dict[str, dict[str, str]]:
         """What all copies of a tied weight must have in common: where it differed they would drift apart."""
         options_of = {
-            fqn: {name: value for name, value in group.items() if name not in ("params", "fqns")}
+            fqn: {name: repr(value) for name, value in sorted(group.items()) if name not in ("params", "fqns")}
             for group in self.param_groups
             for fqn in group["fqns"]
         }
         mine = self._engine.groups.stage
         return {
-            tie: repr([sorted(options_of[copies[mine]].items()), self._norm_group_of[copies[mine]]])
+            tie: {**options_of[copies[mine]], "norm group": self._norm_group_of[copies[mine]]}
             for tie, copies in self._engine.roster.copies.items()
             if mine in copies
         }

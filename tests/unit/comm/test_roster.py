@@ -80,16 +80,17 @@ def test_a_tie_names_a_trainable_param_of_its_stage() -> None:
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ("flat", "flat, 128 elements in 2 shards, matrix [(6, 5)] {'lr': 0.5}"),
-        ("compact", "compact, 30 elements in 2 shards at [0, 0, 30], matrix [(6, 5)] {'lr': 0.5}"),
-        ("replicated", "replicated, 128 elements in 1 shards, matrix [(6, 5)] {'lr': 0.5}"),
+        ("flat", {"elements": "128", "shards": "2", "borders": "[]"}),
+        ("compact", {"elements": "30", "shards": "2", "borders": "[0, 0, 30]"}),
+        ("replicated", {"elements": "128", "shards": "1", "borders": "[]"}),
     ],
 )
-def test_how_a_tied_weight_is_stored_and_routed_is_told_in_words(layout: str, expected: str) -> None:
+def test_how_a_tied_weight_is_stored_and_routed_is_told_in_words(layout: str, expected: dict[str, str]) -> None:
     params = (
         ParamSpec(fqn="tied", shape=(6, 5), module_kind=ModuleKind.LINEAR, module_type="Linear", tie="t"),
         ParamSpec(fqn="free", shape=(6, 5), module_kind=ModuleKind.LINEAR, module_type="Linear"),
     )
     rule = RouteRule(pattern="tied", to="matrix", options={"lr": 0.5})
     plan = make_plan(ParamTable(params), world=2, layout=layout, rules=[rule])
-    assert cuts_of_ties(plan) == {"t": expected}
+    route = {"route": "matrix", "matrices": "[(6, 5)]", "options": "{'lr': 0.5}"}
+    assert cuts_of_ties(plan) == {"t": {"layout": layout, **expected, **route}}

@@ -86,7 +86,9 @@ def compared(rank: int, world: int, case: worlds.Case, also: Also | None = None)
         return train_and_compare(rank, world, case)
 
 
-def both_ways(rank: int, world: int, scenes: Sequence[Arrangement | worlds.Case], also: Also | None = None) -> list[str]:
+def both_ways(
+    rank: int, world: int, scenes: Sequence[Arrangement | worlds.Case], also: Also | None = None
+) -> list[str]:
     """What differs with gathers under the next forward, and with gathers in `step()`."""
     found: list[str] = []
     for way, overlap in (("overlapped", True), ("in step()", False)):

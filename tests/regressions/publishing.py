@@ -20,7 +20,6 @@ from layerwise.comm.handles import Handle
 from layerwise.comm.publisher import Publisher
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp
-from layerwise.optim.groups import GroupPlan
 from layerwise.optim.update import Update
 from tests import worlds
 from tests.arrangements import Arrangement, Stage
@@ -328,7 +327,7 @@ def published_early(chosen: Callable[[Update], list[Bucket]], name: str, is_late
             method = getattr(self, name)
 
             def put_off(*args: Any) -> None:
-                later.append(args) if is_later(*args) else method(*args)
+                later.append(args) if is_later(self, *args) else method(*args)
 
             with mock.patch.object(self, name, put_off):
                 real(self, *given)
@@ -372,8 +371,8 @@ def before_the_second_rule(rank: int) -> Any:
     return published_early(lambda update: list(update._buckets), "_elementwise", _is_for_others)
 
 
-def _is_for_others(index: int, group: GroupPlan, *rest: Any) -> bool:
-    return not group.rule.is_matrix_rule
+def _is_for_others(update: Update, index: int, *rest: Any) -> bool:
+    return not update._groups[index].rule.is_matrix_rule
 
 
 def _is_matrices(plan: Plan, index: int) -> bool:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.regressions import building, layouts, norms, publishing, reducing, state
+from tests.regressions import building, layouts, norms, overlapping, publishing, reducing, state
 from tests.regressions.cases import Case, Mistake, observe
 
-THEMES = (publishing, layouts, building, reducing, norms, state)
+THEMES = (publishing, overlapping, layouts, building, reducing, norms, state)
 CASES: tuple[Case, ...] = tuple(case for theme in THEMES for case in theme.CASES)
 MISTAKES = [(case, mistake) for case in CASES for mistake in case.mistakes]
 PAGE = Path(__file__).parent.parent.parent / "docs" / "regressions.md"

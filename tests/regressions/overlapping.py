@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,12 +20,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import layerwise
+from layerwise.buffers.slots import Slots
 from layerwise.buffers.stale import StaleGuard
 from layerwise.buffers.storage import Bucket, ReplicaState
 from layerwise.comm.collectives import Communicator, _name
+from layerwise.comm.engine import Engine
+from layerwise.comm.exchanger import Cohort, Passage
 from layerwise.comm.handles import Handle
 from layerwise.comm.publisher import Publisher
+from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp
+from layerwise.layout.slots import IdleRun, idle_runs
 from layerwise.optim.update import Update
 from layerwise.parallel import data_parallel
 from tests import worlds
@@ -32,6 +39,7 @@ from tests.ranks import raised
 from tests.regressions.cases import (
     Case,
     Mistake,
+    arranged,
     both_ways,
     compared,
     differ_between_ranks,
@@ -224,6 +232,75 @@ def handles_keep_nothing(rank: int) -> Any:
     return in_place_of(Handle, "__init__", forgetful)
 
 
+def slots_are_given_back_early(rank: int) -> Any:
+    def early(real: Callable[..., Passage]) -> Callable[..., Passage]:
+        def move(self: Cohort, op: CommOp | None, outgoing: Any, table: Any, slots: Slots) -> Passage:
+            passage = real(self, op, outgoing, table, slots)
+            if passage.lease is not None:
+                slots.release(passage.lease)
+            return Passage(passage.handle, None)
+
+        return move
+
+    return in_place_of(Cohort, "_move", early)
+
+
+def staging_is_let_go(rank: int, world: int) -> list[str]:
+    """Staging memory of overlapped gathers stayed with the allocator. The process that wrote checkpoints had no room on
+    the device, no checkpoint was ever complete, and every restart began from the same old one.
+
+    Here gathers need no staging memory, that of the exchange is a ring of three slots at most, and
+    `model.free_buffers()` lets go of it, also with gathers under way. Counted by what is alive in the process.
+    """
+    found: list[str] = []
+    gc.freeze()  # what there was before is not counted
+    for options in ({}, {"shard_grads": True}):
+        twin, run = (Run(rank, layout="flat", overlap_param_gather=on, **options) for on in (False, True))
+        alive = _alive_nbytes()
+        for step in range(4):
+            twin.train(step)
+            run.train(step)
+            twin.model.free_buffers()
+            if step == 1:
+                most = _alive_nbytes()
+            if step == 3 and _alive_nbytes() > most:
+                found.append(f"rank {rank}: {_alive_nbytes() - most} bytes more after two more steps")
+            if step % 2:
+                run.model.free_buffers()
+        slots = run.model.engine.slots
+        if slots is None or not slots.plan.number:
+            found.append("the scene has no staging memory")
+        if (left := _alive_nbytes() - alive) > 0:
+            found.append(f"rank {rank}: {left} bytes are still held after free_buffers()")
+        found += _unlike(run.weights(), twin.weights(), f"rank {rank} {options}")
+        if anywhere(found):
+            return found
+    return []
+
+
+def _alive_nbytes() -> int:
+    """Bytes of all tensors that somebody holds."""
+    storages = [found.untyped_storage() for found in gc.get_objects() if isinstance(found, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def slots_stay(rank: int) -> Any:
+    return mock.patch.object(Slots, "free")
+
+
+def a_slot_for_every_passage(rank: int) -> Any:
+    """The ring grows with every exchange."""
+
+    def growing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def open_(self: Slots) -> Any:
+            self.plan = self.plan._replace(number=self.plan.number + 1)
+            return real(self)
+
+        return open_
+
+    return in_place_of(Slots, "open", growing)
+
+
 class Halves(nn.Module):
     """Two layers in one bucket."""
 
@@ -241,8 +318,28 @@ def gradients_are_left_alone(rank: int, world: int) -> list[str]:
     weights.
 
     Here params arrive where they are read, and a bucket's first gradient replaces what was there. Tested where both are
-    alive at once: new masters are loaded between backward and `step()`, so gathers run while reduced gradients wait.
+    alive at once: new masters are loaded between backward and `step()`, so gathers run while reduced gradients wait. The
+    exchange may lease idle gradients, with `staging="gradients"`: not those that are needed, and they are zero afterwards.
     """
+    return _gathers_beside_gradients(rank) or _staged_in_gradients(rank, world)
+
+
+def _staged_in_gradients(rank: int, world: int) -> list[str]:
+    def also(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
+        slots = model.engine.slots
+        if slots is None or not slots._borrowed:
+            return ["in the scene no gradients are leased"]
+        return ["leased gradients are not zero again"] if any(slot.any() for slot in slots._borrowed) else []
+
+    found: list[str] = []
+    for layout in ("flat", "padded"):
+        options = {"staging": "gradients"}
+        case = worlds.Case(layout=layout, cohort_numel=64, accumulation=2, missing=True, options=options, steps=3)
+        found = found or compared(rank, world, case, also if layout == "flat" else None)
+    return found
+
+
+def _gathers_beside_gradients(rank: int) -> list[str]:
     for layout in SHARDED:
         twin, run = (Run(rank, Halves, layout=layout, overlap_param_gather=on) for on in (False, True))
         for step in range(3):
@@ -290,6 +387,34 @@ def through_gradients(rank: int) -> Any:
         return start
 
     return in_place_of(Publisher, "_start", staged)
+
+
+def leased_gradients_stay_dirty(rank: int) -> Any:
+    @contextmanager
+    def open_(self: Slots) -> Iterator[None]:
+        borrowed, self._borrowed = self._borrowed, []
+        with dirty(self, borrowed):
+            yield
+        self._borrowed = borrowed
+
+    @contextmanager
+    def dirty(self: Slots, borrowed: list[Tensor]) -> Iterator[None]:
+        plan = self.plan
+        self.plan = plan._replace(number=plan.number - len(borrowed))
+        with real(self):
+            self._free += borrowed
+            yield
+        self.plan = plan
+
+    real = Slots.open
+    return mock.patch.object(Slots, "open", open_)
+
+
+def needed_gradients_are_leased(rank: int) -> Any:
+    def all_of_it(self: Plan, ranks: Any) -> Iterator[IdleRun]:
+        return idle_runs(self.buffers, ranks, keeps_shards=False)
+
+    return mock.patch.object(Plan, "idle_runs", all_of_it)
 
 
 # ------------------------------------------------------------------------------------------------ under autograd
@@ -424,6 +549,75 @@ def waits_and_does_not_copy(rank: int) -> Any:
         _mark_all(publisher)
 
     return _forced(instead)
+
+
+def freed_with_gathers_pending(rank: int, world: int) -> list[str]:
+    """`free_overlap_buffers` found gathers in flight, waited for them, and dropped what had arrived before it was copied
+    to the params.
+
+    Here gathers arrive in the weights themselves, and freeing does not touch them.
+    """
+
+    def act(run: Run, step: int) -> list[str]:
+        found = ["in the scene nothing is pending"] if not run.unmarked() else []
+        run.model.free_buffers()
+        return found
+
+    found: list[str] = []
+    for options in ({}, {"prefetch": 1}):
+        found = found or _side_by_side(rank, act, steps=2, layouts=("flat", "compact"), **options)
+    return found
+
+
+def freeing_drops_what_arrives(rank: int) -> Any:
+    def dropping(real: Callable[..., None]) -> Callable[..., None]:
+        def free_buffers(self: Engine) -> None:
+            for flight in self.publisher._flights.values():
+                for work in flight._works:
+                    work._work.wait()  # type: ignore[attr-defined]
+            self.publisher._flights.clear()
+            real(self)
+
+        return free_buffers
+
+    return in_place_of(Engine, "free_buffers", dropping)
+
+
+def forced_and_freed(rank: int, world: int) -> list[str]:
+    """R12 and R13 as they were live: before a checkpoint all params were synced by force and the buffers freed, in one
+    order or the other, with gathers in flight.
+
+    Here both are safe at any time, in any order and twice. Tested with dense and expert params, in two chunks.
+    """
+    orders = {
+        "forced, then freed": ("flat", (_force, _free)),
+        "freed, then forced": ("compact", (_free, _force, _free)),
+    }
+    found: list[str] = []
+    for order, (layout, calls) in orders.items():
+        arrangement = Arrangement(chunks=2, layouts=(layout,), steps=2, bucket_mib=0.004)
+        with late_gathers(), in_place_of(layerwise.Optimizer, "step", partial(_stepping_and, calls)):
+            found += [f"{order}: {text}" for text in arranged(rank, world, arrangement)]
+    return found
+
+
+def _force(engine: Engine) -> None:
+    engine.publisher.ensure_all()
+
+
+def _free(engine: Engine) -> None:
+    engine.free_buffers()
+
+
+def _stepping_and(calls: Sequence[Callable[[Engine], None]], real: Callable[..., None]) -> Callable[..., None]:
+    """`step()`, and right after it these calls."""
+
+    def step(self: layerwise.Optimizer) -> None:
+        real(self)
+        for call in calls:
+            call(self._engine)
+
+    return step
 
 
 # ------------------------------------------------------------------------------------------------ whoever reads
@@ -682,8 +876,10 @@ def gathers_without_overlapped_reductions(rank: int, world: int) -> list[str]:
     return found
 
 
-def unread_is_left_behind(rank: int) -> Any:
-    return _forced(lambda publisher: None)
+@contextmanager
+def unread_is_left_behind(rank: int) -> Iterator[None]:
+    with only_forward_asks(rank), _forced(lambda publisher: None):
+        yield
 
 
 def off_without_reductions(rank: int) -> Any:
@@ -721,6 +917,29 @@ CASES = (
                 what="a handle keeps nothing alive",
                 put_in=handles_keep_nothing,
                 seen_as="the source of an all-to-all was freed while it was in flight",
+            ),
+            Mistake(
+                what="a slot is given back before its passage was waited for",
+                put_in=slots_are_given_back_early,
+                seen_as="the source of an all-to-all was overwritten while it was in flight",
+            ),
+        ),
+    ),
+    Case(
+        name="R3",
+        title="staging memory is bounded, and let go of",
+        world=2,
+        check=staging_is_let_go,
+        mistakes=(
+            Mistake(
+                what="freeing keeps the slots",
+                put_in=slots_stay,
+                seen_as="bytes are still held after",
+            ),
+            Mistake(
+                what="the ring of slots grows with every step",
+                put_in=a_slot_for_every_passage,
+                seen_as="bytes more after two more steps",
             ),
         ),
     ),
@@ -766,6 +985,16 @@ CASES = (
                 put_in=through_gradients,
                 seen_as=("was written by a gather", "weights of .* differ"),
             ),
+            Mistake(
+                what="leased gradients are not zeroed again",
+                put_in=leased_gradients_stay_dirty,
+                seen_as="leased gradients are not zero again",
+            ),
+            Mistake(
+                what="gradients that are needed are leased too",
+                put_in=needed_gradients_are_leased,
+                seen_as="master of",
+            ),
         ),
     ),
     Case(
@@ -806,6 +1035,37 @@ CASES = (
                 what="a forced sync marks and does not wait",
                 put_in=marks_and_does_not_wait,
                 seen_as="weights of .* differ",
+            ),
+        ),
+    ),
+    Case(
+        name="R13",
+        title="buffers are freed with gathers pending",
+        world=2,
+        check=freed_with_gathers_pending,
+        mistakes=(
+            Mistake(
+                what="freeing drops what arrives",
+                put_in=freeing_drops_what_arrives,
+                seen_as="weights of .* differ",
+            ),
+        ),
+    ),
+    Case(
+        name="D10",
+        title="a forced sync and freed buffers, with gathers pending",
+        world=2,
+        check=forced_and_freed,
+        mistakes=(
+            Mistake(
+                what="a forced sync does not wait for gathers in flight",
+                put_in=marks_and_does_not_wait,
+                seen_as=("forced, then freed: .*replica of", "freed, then forced: .*replica of"),
+            ),
+            Mistake(
+                what="freeing forgets gathers in flight",
+                put_in=freeing_drops_what_arrives,
+                seen_as="freed, then forced: .*replica of",
             ),
         ),
     ),

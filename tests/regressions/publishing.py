@@ -332,8 +332,9 @@ def published_early(chosen: Callable[[Update], list[Bucket]], name: str, is_late
             with mock.patch.object(self, name, put_off):
                 real(self, *given)
             _publish_only(self._engine.publisher, chosen(self))
-            for args in later:
-                method(*args)
+            with self.slots.open():
+                for args in later:
+                    method(*args)
 
         return apply
 

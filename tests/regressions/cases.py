@@ -7,9 +7,10 @@ library has to refuse, in the words that the mistake names. A hang is neither: i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -35,8 +36,13 @@ class Mistake:
     what: str
     put_in: Callable[[int], AbstractContextManager[Any]]
     """Puts it into the library on a rank, for as long as the context lasts."""
-    seen_as: str
-    """Regular expression: what a complaint or an error says then."""
+    seen_as: str | tuple[str, ...]
+    """Regular expressions: what complaints or an error say then. All of them must be found."""
+
+    def is_missed_by(self, texts: Sequence[str]) -> list[str]:
+        """Expressions that no text matches."""
+        wanted = (self.seen_as,) if isinstance(self.seen_as, str) else self.seen_as
+        return [pattern for pattern in wanted if not any(re.search(pattern, text) for text in texts)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,24 @@ def compared(rank: int, world: int, case: worlds.Case, also: Also | None = None)
     """What differs between this rank and the oracle of a case, and what `also` complains of."""
     with in_place_of(worlds, "differences", lambda real: _with(real, also)):
         return train_and_compare(rank, world, case)
+
+
+def both_ways(
+    rank: int, world: int, scenes: Sequence[Arrangement | worlds.Case], also: Also | None = None
+) -> list[str]:
+    """What differs with gathers under the next forward, and with gathers in `step()`."""
+    found: list[str] = []
+    for way, overlap in (("overlapped", True), ("in step()", False)):
+        for scene in scenes:
+            options = {**scene.options, "overlap_param_gather": overlap}
+            if isinstance(scene, worlds.Case):
+                seen = compared(rank, world, replace(scene, options=options), also)
+            else:
+                seen = arranged(rank, world, replace(scene, options=options), also)
+            found += [f"{way}: {text}" for text in seen]
+            if worlds.anywhere(seen):
+                break
+    return found
 
 
 def _with(real: Callable[..., list[str]], also: Also | None) -> Callable[..., list[str]]:

@@ -3,6 +3,10 @@
 Whatever reads a param's values goes through `__torch_function__` then: another module that shares it, `state_dict()`, an
 optimizer of the user's own, a reference that was kept from before. Once fresh, a param has its own class again, and
 nothing is left in the way.
+
+A few functions read tensors without asking their class: `torch.tensor(param)`, `torch.as_tensor(param)`, transforms of
+`torch.func` whose argument is a param itself, and C++ extensions. Views that were taken before a step do not ask either.
+Whoever uses them outside a module's forward calls `model.ensure()` first.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ _HARMLESS = frozenset(
         *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
         *(getattr(Tensor, name) for name in _METHODS),
         getattr(Tensor, "grad").__set__,  # noqa: B009  (torch declares the class's own descriptor as a value)
+        getattr(Tensor, "grad").__delete__,  # noqa: B009
         Tensor.__hash__,
     }
 )
@@ -49,6 +54,8 @@ class StaleParam:
         if func not in _HARMLESS:
             for param in _stale_inside((args, kwargs)):  # one by one: the first may do for all
                 type(param).bring_up_to_date()
+            if next(_stale_inside((args, kwargs)), None) is None:
+                return func(*args, **(kwargs or {}))  # other classes among the arguments have their say
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -20,13 +20,22 @@ Buckets = tuple[Bucket, ...]
 
 def watch_forward(chunks: Sequence[nn.Module], bucket_of: Mapping[nn.Parameter, Bucket], publisher: Publisher) -> None:
     """Hook every module that holds params of these buckets directly, and every compiled one for all that is in it."""
-    for module in {id(child): child for chunk in chunks for child in chunk.modules()}.values():
+    modules = {id(child): child for chunk in chunks for child in chunk.modules()}.values()
+    entries = [(module, _buckets(module.parameters(), bucket_of)) for module in modules]
+
+    def watch_entries() -> None:
+        for module, inside in entries:
+            _watch_entry(module, inside, publisher)
+
+    for module, inside in entries:
         own = _buckets(module.parameters(recurse=False), bucket_of)
         if own:
             asking = module.register_forward_pre_hook(_Asking(own, publisher))
             publisher.when_learned(asking.remove)
-            module.register_forward_pre_hook(_Ensuring(own, publisher))
-        _watch_compiled(module, _buckets(module.parameters(), bucket_of), publisher)
+            module.register_forward_pre_hook(_Ensuring(own, publisher, watch_entries))
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile(module)
+            module.register_forward_pre_hook(_Ensuring(inside, publisher, watch_entries))
+    watch_entries()
 
 
 def _buckets(params: Iterator[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bucket]) -> Buckets:
@@ -57,12 +66,13 @@ class _Hook:
 class _Ensuring(_Hook):
     """Brings buckets up to date."""
 
-    def __init__(self, buckets: Buckets, publisher: Publisher) -> None:
+    def __init__(self, buckets: Buckets, publisher: Publisher, when_traced: Callable[[], None]) -> None:
         super().__init__(buckets, publisher)
 
         @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def trace() -> int:
             publisher.note_compiled(buckets)
+            when_traced()
             return 0
 
         self._trace = trace
@@ -84,17 +94,23 @@ class _Asking(_Hook):
             self._publisher.ask(self._buckets)
 
 
-def _watch_compiled(module: nn.Module, buckets: Buckets, publisher: Publisher) -> None:
-    """Compiled code runs no hooks, so everything that it may read is brought up to date where it is entered."""
-    if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile(module)
-        module.register_forward_pre_hook(_Ensuring(buckets, publisher))
-    entry = getattr(module, "_compiled_call_impl", None)
-    if callable(entry):  # module.compile()
+class _Entry:
+    """Where a compiled module is entered. Compiled code runs no hooks, so everything that it may read is brought up to
+    date here."""
 
-        def enter(*args: Any, **kwargs: Any) -> Any:
-            for bucket in buckets:
+    def __init__(self, compiled: Callable[..., Any], buckets: Buckets, publisher: Publisher) -> None:
+        self._compiled, self._buckets, self._publisher = compiled, buckets, publisher
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # or else it is part of something larger, which has an entry of its own
+            for bucket in self._buckets:
                 if bucket.replica_version != bucket.master_version:
-                    publisher.ensure(bucket)
-            return entry(*args, **kwargs)
+                    self._publisher.ensure(bucket)
+        return self._compiled(*args, **kwargs)
 
-        module._compiled_call_impl = enter
+
+def _watch_entry(module: nn.Module, buckets: Buckets, publisher: Publisher) -> None:
+    """Stand in the way into `module.compile()`, which may have been called after wrapping."""
+    compiled = getattr(module, "_compiled_call_impl", None)
+    if callable(compiled) and not isinstance(compiled, _Entry):
+        module._compiled_call_impl = _Entry(compiled, buckets, publisher)

@@ -63,6 +63,7 @@ class Publisher:
         self._asked: list[int] | None = [] if overlap else None
         self._when_learned: list[Callable[[], object]] = []
         self._compiled: dict[int, Bucket] = {}
+        self._unguarded: dict[int, Bucket] = {}
 
     def _guard(self, bucket: Bucket) -> StaleGuard:
         params = [self._storage.params[placement.fqn] for placement in bucket.plan.placements]
@@ -92,6 +93,8 @@ class Publisher:
         for guard in self._guards:
             guard.arm()
         self._launch_to(self._first)
+        for bucket in self._unguarded.values():
+            self.ensure(bucket)
 
     @torch.no_grad()
     def ensure(self, bucket: Bucket) -> None:
@@ -201,9 +204,13 @@ class Publisher:
     def note_compiled(self, buckets: Iterable[Bucket]) -> None:
         """A module that reads these is being traced: the code that comes of it will not ask."""
         for bucket in buckets:
+            if bucket.plan.index in self._compiled and bucket.replica_version != bucket.master_version:
+                # It is entered by a way that we do not know. Tracing it anew in every step would cost more than it saves.
+                self._unguarded[bucket.plan.index] = bucket
             self._compiled[bucket.plan.index] = bucket
             self.ensure(bucket)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def ensure_compiled(self) -> None:
         """Bring up to date whatever compiled code may read."""
         for bucket in self._compiled.values():

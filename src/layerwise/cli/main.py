@@ -41,6 +41,9 @@ class TrainCommand:
     """Start this many ranks on this machine with torchrun, whose command is printed."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Check everything, print the resolved settings and where each comes from, and stop."""
+    trace: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write a timeline of steps 4 and 5 for ui.perfetto.dev: buckets, collectives, cohorts, hooks. Other ranks write
+    theirs beside it: out.rank1.json and so on."""
     model: tyro.conf.FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
     data: tyro.conf.FlagConversionOff[DataConfig] = field(default_factory=DataConfig)
     optim: tyro.conf.FlagConversionOff[OptimConfig] = field(default_factory=OptimConfig)
@@ -178,7 +181,12 @@ def _train(command: TrainCommand, overrides: Sequence[Override], words: Sequence
     from layerwise.cli import train
 
     request = train.TrainRequest(
-        config=command.config, overrides=overrides, nproc=command.nproc, dry_run=command.dry_run, argv=words
+        config=command.config,
+        overrides=overrides,
+        nproc=command.nproc,
+        dry_run=command.dry_run,
+        trace=command.trace,
+        argv=words,
     )
     return train.run(request)
 

@@ -9,14 +9,15 @@ from layerwise.cli.console import TrainConsole
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, OK, complain, note
 from layerwise.comm import launch
 from layerwise.config.schema import TrainConfig
+from layerwise.config.validate import TRACED_STEPS
 from layerwise.errors import ConfigError, PlanMismatchError
 from layerwise.train.loop import train
 from layerwise.train.metrics import MetricsFile
 from layerwise.train.rundir import create_run_dir, write_report
 
 
-def train_as_rank(config: TrainConfig) -> int:
-    """Train and return the exit code; only rank 0 says anything but errors."""
+def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
+    """Train and return the exit code; only rank 0 says anything but errors. With `trace` every rank writes a timeline."""
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts, and not later
     try:
@@ -26,9 +27,9 @@ def train_as_rank(config: TrainConfig) -> int:
         return ENVIRONMENT
     try:
         if ranks.rank == 0:
-            _train_and_tell(config, ranks)
+            _train_and_tell(config, ranks, trace)
         else:
-            train(config, ranks)
+            train(config, ranks, trace=trace)
     except (ConfigError, PlanMismatchError) as error:
         complain(str(error))
         return BAD_INPUT
@@ -42,17 +43,19 @@ def train_as_rank(config: TrainConfig) -> int:
     return OK
 
 
-def _train_and_tell(config: TrainConfig, ranks: launch.Ranks) -> None:
+def _train_and_tell(config: TrainConfig, ranks: launch.Ranks, trace: str | None) -> None:
     """Rank 0's part: the same training, with a console, metrics and a report."""
     run_dir = create_run_dir(config)
     metrics = MetricsFile(run_dir.metrics)
     console = TrainConsole(config.train.steps)
     try:
-        train(config, ranks, (metrics, console))
+        end = train(config, ranks, (metrics, console), trace)
     finally:
         console.close()
         metrics.close()
     if metrics.failure is not None:
         note(f"warning: {metrics.failure}")
     write_report(run_dir)
+    if trace is not None and end.step >= TRACED_STEPS[0]:
+        print(f"trace: {trace} (open it at https://ui.perfetto.dev)", flush=True)
     print(f"report: {run_dir.report} (beside it loss.svg, metrics.jsonl, config.json)", flush=True)

@@ -13,7 +13,7 @@ from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note, rank
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override, dump_toml
 from layerwise.config.schema import TrainConfig
-from layerwise.config.validate import world_problems
+from layerwise.config.validate import trace_problems, world_problems
 from layerwise.errors import ConfigError, Problem
 
 _MOST_RANKS_HERE = 1024
@@ -27,6 +27,8 @@ class TrainRequest:
     overrides: Sequence[Override]
     nproc: int | None
     dry_run: bool
+    trace: str | None
+    """Where to write a timeline."""
     argv: Sequence[str]
     """The words after `layerwise`, to repeat them to torchrun."""
 
@@ -36,6 +38,7 @@ def run(request: TrainRequest) -> int:
     try:
         loaded = load_settings(request.config, request.overrides, _nproc_problems(request.nproc))
         _check_world(loaded.config, request)
+        _check_trace(loaded.config, request.trace)
     except ConfigError as error:
         if rank_from_environment("LOCAL_RANK") == 0:  # once per machine: files may differ between machines
             complain(str(error))
@@ -45,7 +48,7 @@ def run(request: TrainRequest) -> int:
         return OK
     if request.nproc is not None and request.nproc > 1:
         return _exec_torchrun(request.nproc, request.argv)
-    return _train_here(loaded.config)
+    return _train_here(loaded.config, request.trace)
 
 
 def _nproc_problems(nproc: int | None) -> list[Problem]:
@@ -65,6 +68,12 @@ def _check_world(config: TrainConfig, request: TrainRequest) -> None:
     launched = rank_from_environment("WORLD_SIZE") if "RANK" in os.environ else 0
     world = request.nproc or launched or (None if request.dry_run else 1)  # a dry run may be of any number of ranks
     problems = [] if world is None else world_problems(config.parallel, world)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_trace(config: TrainConfig, trace: str | None) -> None:
+    problems = trace_problems(trace, config.train.steps)
     if problems:
         raise ConfigError(problems)
 
@@ -97,12 +106,14 @@ def _exec_torchrun(nproc: int, argv: Sequence[str]) -> int:
         return ENVIRONMENT
 
 
-def _train_here(config: TrainConfig) -> int:
+def _train_here(config: TrainConfig, trace: str | None) -> int:
     """Train as the one rank that this process is."""
+    if trace is not None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell every rank's user when it starts
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here uses it
     try:
         from layerwise.cli.rank import train_as_rank  # the first import of torch
     except ImportError as error:
         complain(f"training needs a package that cannot be imported: {error}. Run: pip install layerwise")
         return ENVIRONMENT
-    return train_as_rank(config)
+    return train_as_rank(config, trace)

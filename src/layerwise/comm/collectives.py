@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from layerwise.buffers.bind import torch_dtype
 from layerwise.comm.contract import Contract, Fingerprint
 from layerwise.comm.handles import Handle
+from layerwise.comm.scopes import scope
 from layerwise.errors import ContractError
 from layerwise.layout.schedule import CommOp, wire_nbytes
 
@@ -127,7 +127,7 @@ class Communicator:
         name = f"broadcast of {label}"
         self._check(name, "broadcast", tensor, root=source)
         if self.group is not None and self.world > 1:
-            with record_function(f"layerwise::{name}"):
+            with scope(name):
                 dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
 
     def gather_numbers(self, numbers: Tensor, *, label: str) -> Tensor:
@@ -238,4 +238,4 @@ def _name(op: CommOp) -> str:
 
 
 def _scope(op: CommOp) -> AbstractContextManager[object]:
-    return record_function(f"layerwise::{_name(op)}")
+    return scope(_name(op))

@@ -75,7 +75,7 @@ class Cohort:
     ) -> None:
         label = f"{work.domain} cohort {number}"
         self._communicator = communicator
-        self._label = label
+        self.label = label
         self._there = schedule.find("exchange", label)
         self._back = schedule.find("return", label)
         self._work_plan = work
@@ -139,8 +139,8 @@ class Cohort:
     ) -> Passage:
         if op is None or slot is None:  # no rank has anything to send
             nothing = torch.empty(0, dtype=self.dtype, device=self._device)
-            return Passage(Handle(f"{self._label}, which stays where it is", nothing), None)
-        who = f"the {op.phase} of {self._label}"
+            return Passage(Handle(f"{self.label}, which stays where it is", nothing), None)
+        who = f"the {op.phase} of {self.label}"
         lease = slots.lease(slot, sum(table.send_splits), sum(table.receive_splits), self.dtype, who)
         cursor = 0
         for regions in outgoing:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from layerwise.comm.scopes import note_flight, scope
 from layerwise.errors import StateError
 
 
@@ -34,6 +35,7 @@ class Handle:
         # memory to somebody else.
         self._keep_alive = keep_alive
         self._works = tuple(works)
+        self._flight = note_flight(label, result, self._works)
         self._then: Callable[[], object] | None = None
         self._done = False
 
@@ -52,8 +54,11 @@ class Handle:
         result."""
         if self._done:
             raise StateError(f"{self.label} was waited for already: a handle gives its result once.")
-        for work in self._works:
-            work.wait()
+        with scope(f"wait for {self.label}"):
+            for work in self._works:
+                work.wait()
+        if self._flight is not None and not self._flight.is_exact:
+            self._flight.land()
         self._done = True
         if self._then is not None:
             self._then()

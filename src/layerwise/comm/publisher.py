@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch.profiler import record_function
 
 from layerwise.buffers.stale import StaleGuard
 from layerwise.buffers.storage import Bucket, ReplicaState, Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
 from layerwise.comm.handles import Handle
+from layerwise.comm.scopes import scope
 from layerwise.errors import StateError
 from layerwise.layout.schedule import CommOp, publish_op
 from layerwise.layout.storage import BucketPlan
@@ -140,17 +140,17 @@ class Publisher:
         while self._launched <= position:
             bucket = self._storage.buckets[self._order[self._launched]]
             self._launched += 1
-            bucket.refresh_replica_shard()
-            op = self._ops[bucket.plan.index]
-            if op is not None:
-                self._flights[bucket.plan.index] = self._start(bucket, op)
-            bucket.launch()
+            with scope(f"launch gather of {bucket.plan.label}"):
+                bucket.refresh_replica_shard()
+                op = self._ops[bucket.plan.index]
+                if op is not None:
+                    self._flights[bucket.plan.index] = self._start(bucket, op)
+                bucket.launch()
 
     def _land(self, bucket: Bucket) -> None:
         flight = self._flights.pop(bucket.plan.index, None)
         if flight is not None:
-            with record_function(f"layerwise::wait for {bucket.plan.label}"):
-                flight.wait()
+            flight.wait()
         bucket.land()
         if self._guards:
             self._guards[bucket.plan.index].disarm()

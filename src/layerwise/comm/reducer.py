@@ -20,6 +20,7 @@ from layerwise.buffers.storage import Bucket, Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.reductions import reduction_of
+from layerwise.comm.scopes import scope
 from layerwise.layout.schedule import tie_op
 from layerwise.layout.storage import BucketPlan
 
@@ -184,7 +185,8 @@ class GradReducer:
             if placement.fqn not in self._written:
                 self._storage.grad_view(placement.fqn).zero_()
         out = torch.empty_like(bucket.grad_shard) if progress.has_landed or progress.flights else bucket.grad_shard
-        handle = self._reductions[bucket.plan.index].start(full, out, (self.step_number, self._num_rounds))
+        with scope(f"launch reduction of {bucket.plan.label}"):
+            handle = self._reductions[bucket.plan.index].start(full, out, (self.step_number, self._num_rounds))
         progress.flights.append(_Flight(handle, full, out))
         progress.phase = BucketPhase.REDUCING
 

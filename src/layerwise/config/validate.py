@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from layerwise.config.coefficients import check_coefficients
@@ -256,6 +257,42 @@ def world_problems(parallel: ParallelConfig, world: int) -> list[Problem]:
     where = f"parallel.{'pp' if parallel.pp > 1 else 'ep'}"
     what = f"expected a multiple of {' times '.join(sizes)} ranks, got {world}."
     return [Problem(where, f"{what} Start {group} or a multiple of it, with --nproc or torchrun.")]
+
+
+TRACED_STEPS = range(4, 6)
+"""The steps that `--trace` records. By then the order of gathers is known and all memory has been used once; there are two
+of them because the gathers of one step run under the forward of the next."""
+
+
+def trace_problems(path: str | None, steps: int) -> list[Problem]:
+    """What is wrong with a file for a timeline, or with a run too short for one."""
+    problems = [] if path is None else [Problem("--trace", what) for what in _file_problems(path)]
+    if path is not None and steps < TRACED_STEPS[-1]:
+        which = f"steps {TRACED_STEPS[0]} and {TRACED_STEPS[-1]} are recorded, and train.steps is {steps}."
+        problems.append(Problem("--trace", f"{which} Train for {TRACED_STEPS[-1]} steps or more."))
+    return problems
+
+
+def _file_problems(path: str) -> Iterator[str]:
+    if path == "":
+        yield "is empty: expected a file to write, such as out.json."
+        return
+    if "\0" in path:
+        yield f"{_shown(path)} holds a NUL, which no file name can."
+        return
+    try:
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            yield f"{_shown(str(folder))} is no folder: make it first."
+        elif os.path.isdir(path):
+            yield f"{_shown(path)} is a folder: expected a file to write, such as {_shown(os.path.join(path, 'out.json'))}."
+        elif not os.access(folder, os.W_OK | os.X_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
+            yield f"{_shown(path)} cannot be written: permission denied."
+        else:
+            with suppress(FileNotFoundError):
+                os.stat(path)
+    except OSError as error:  # a name that is too long, say
+        yield f"{_shown(path)} cannot be written: {_why(error)}."
 
 
 def _optim_problems(optim: OptimConfig) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from layerwise.buffers.storage import Bucket
 from layerwise.comm.engine import Engine
 from layerwise.comm.exchanger import Batch, Cohort, Passage
+from layerwise.comm.scopes import scope
 from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
@@ -156,17 +157,18 @@ class Update:
     def _elementwise(self, index: int, live: Options, step: int) -> None:
         """Decay and the part of the rule that needs no whole matrix."""
         runs, group = self._runs[index], self._groups[index]
-        decay_(
-            runs.masters,
-            runs.grads,
-            lr=number(live, "lr"),
-            weight_decay=number(live, "weight_decay"),
-            mode=str(live["weight_decay_mode"]),
-        )
-        if group.rule.is_matrix_rule:
-            MATRIX[group.rule.kind].prepare_(runs, live)
-        else:
-            ELEMENTWISE[group.rule.kind].update_(runs, live, step)
+        with scope(f"{group.rule.kind} element-wise"):
+            decay_(
+                runs.masters,
+                runs.grads,
+                lr=number(live, "lr"),
+                weight_decay=number(live, "weight_decay"),
+                mode=str(live["weight_decay_mode"]),
+            )
+            if group.rule.is_matrix_rule:
+                MATRIX[group.rule.kind].prepare_(runs, live)
+            else:
+                ELEMENTWISE[group.rule.kind].update_(runs, live, step)
 
     def _orthogonalise(
         self, cohorts: Sequence[Cohort], options: Sequence[Options], meanwhile: Callable[[], None]
@@ -176,20 +178,23 @@ class Update:
         incoming: dict[int, Passage] = {}
         returning: dict[int, Passage] = {}
         for phase, number_ in pipelined(len(cohorts)):
+            cohort = cohorts[number_]
             if phase == "exchange":
-                incoming[number_] = cohorts[number_].send(self.slots, self._slot_of[cohorts[number_]])
+                with scope(f"exchange of {cohort.label}"):
+                    incoming[number_] = cohort.send(self.slots, self._slot_of[cohort])
                 continue
             meanwhile()
-            cohort = cohorts[number_]
             matrices = cohort.unpack(incoming.pop(number_), self.slots)
-            directions = [
-                self._direction(batch, tensor, options[batch.group])
-                for batch, tensor in zip(cohort.batches, matrices, strict=True)
-            ]
+            with scope(f"orthogonalise {cohort.label}"):
+                directions = [
+                    self._direction(batch, tensor, options[batch.group])
+                    for batch, tensor in zip(cohort.batches, matrices, strict=True)
+                ]
             del matrices
             if number_ > 0:
                 self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1), options)
-            returning[number_] = cohort.send_back(directions, self.slots, self._slot_of[cohort])
+            with scope(f"return of {cohort.label}"):
+                returning[number_] = cohort.send_back(directions, self.slots, self._slot_of[cohort])
             del directions
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
@@ -209,9 +214,10 @@ class Update:
             live = options[self._group_of[region.fqn]]
             scale = update_scale(str(live["scale"]), *region.matrix.logical_shape)
             factors.append(number(live, "lr") * scale * number(live, "extra_scale"))
-        subtract_scaled_(
-            [region.master for region in cohort.owned], [region.update for region in cohort.owned], factors
-        )
+        with scope(f"update masters of {cohort.label}"):
+            subtract_scaled_(
+                [region.master for region in cohort.owned], [region.update for region in cohort.owned], factors
+            )
 
     def state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
         """This rank's state of every trainable param, as views; empty tensors where it holds none, so that all ranks

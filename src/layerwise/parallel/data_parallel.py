@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine, Settings
 from layerwise.comm.groups import Mesh, all_ranks, arranged, check_mesh, derive_together, describe_mesh, num_stages
+from layerwise.comm.scopes import scope
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import Staging
@@ -205,7 +206,8 @@ class DataParallel(nn.Module):
             if grad is None:
                 return
             refuse_sparse(fqn, grad)
-            self.engine.reducer.write(fqn, grad, sync=self._sync)
+            with scope(f"gradient hook of {fqn}"):
+                self.engine.reducer.write(fqn, grad, sync=self._sync)
 
         return hook
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from layerwise.buffers.storage import Bucket
 from layerwise.comm.publisher import Publisher
+from layerwise.comm.scopes import scope
 
 Buckets = tuple[Bucket, ...]
 
@@ -83,7 +84,8 @@ class _Ensuring(_Hook):
             return
         for bucket in self._buckets:
             if bucket.replica_version != bucket.master_version:
-                self._publisher.ensure(bucket)
+                with scope(f"forward hook for {bucket.plan.label}"):
+                    self._publisher.ensure(bucket)
 
 
 class _Asking(_Hook):

@@ -10,7 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -19,9 +19,10 @@ from torch import Tensor
 
 import layerwise
 from layerwise.comm import launch
+from layerwise.comm.scopes import scope
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, qk_clip_of, resolve_model
-from layerwise.config.validate import world_problems
+from layerwise.config.validate import TRACED_STEPS, world_problems
 from layerwise.errors import ConfigError, Problem
 from layerwise.routing.files import read_rules, rules_to_toml
 from layerwise.routing.rules import summarise
@@ -31,6 +32,7 @@ from layerwise.train.model import count_params, next_byte_loss
 from layerwise.train.schedule import lr_factor
 from layerwise.train.stages import Passes, PipelinedModel, WholeModel, build_chunks, ties_of
 from layerwise.train.stop import StopRequest
+from layerwise.train.trace import recorded
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -41,15 +43,22 @@ class Watcher(Protocol):
     def write(self, record: Record) -> None: ...
 
 
-def train(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher] = ()) -> EndRecord:
-    """Train from the first step to the last, or to the first Ctrl-C."""
+def train(
+    config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher] = (), trace: str | None = None
+) -> EndRecord:
+    """Train from the first step to the last, or to the first Ctrl-C. `trace` names a file for a timeline of two steps."""
     run = prepare(config, ranks, watchers)
     run.tell(run.record())
     first_bpb = last_bpb = run.evaluate(step=0)
     total, outcome = config.train.steps, "finished"
-    with StopRequest() as stop:
+    with StopRequest() as stop, ExitStack() as recording:
         for step in range(1, total + 1):  # `step` counts finished steps everywhere; samples and rates count from 0
-            run.train_step(step)
+            if trace is not None and step == TRACED_STEPS[0]:
+                recording.enter_context(recorded(trace, ranks.rank, ranks.device))
+            with scope(f"step {step}"):
+                run.train_step(step)
+            if step == TRACED_STEPS[-1]:
+                recording.close()
             is_last = step == total
             if is_last or step % config.train.log_every == 0:
                 run.log(step)

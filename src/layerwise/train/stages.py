@@ -16,6 +16,7 @@ from torch import Tensor
 import layerwise
 from layerwise.comm.launch import Grid
 from layerwise.comm.pipeline import Pipeline, Wires
+from layerwise.comm.scopes import scope
 from layerwise.config.schema import ModelShape, TrainConfig
 from layerwise.train.data import Batch
 from layerwise.train.model import GPT, Stage, build_gpt, next_byte_loss
@@ -69,9 +70,11 @@ class WholeModel:
         for micro, batch in enumerate(batches):
             with nullcontext() if micro == len(batches) - 1 else self._model.no_sync():
                 # The gradient of the mean over all samples: microbatches share it here, ranks in DataParallel.
-                logits = self._model(batch.tokens)
-                loss = next_byte_loss(logits, batch.targets).mean() / len(batches)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with scope("forward"):
+                    logits = self._model(batch.tokens)
+                    loss = next_byte_loss(logits, batch.targets).mean() / len(batches)
+                with scope("backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 

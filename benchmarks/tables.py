@@ -99,12 +99,65 @@ def layouts_reference(data: dict[str, Any]) -> str:
     )
 
 
+def overlap(data: dict[str, Any]) -> str:
+    arms = [arm["overlapped"] for arm in data["rows"][0]["arms"]]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        found = {arm["overlapped"]: arm for arm in row["arms"]}
+        return [f"{found[name]['over_nothing']:.2f}" if name in found else "" for name in arms[1:]]
+
+    return markdown(
+        ["layout", "nothing overlapped", *arms[1:]],
+        [[f"`{row['layout']}`", f"{row['arms'][0]['ms']:.0f} ms", *cells(row)] for row in data["rows"]],
+    )
+
+
+def overlap_hidden(data: dict[str, Any]) -> str:
+    def percent(share: float | None) -> str:
+        return "nothing to exchange" if share is None else f"{100 * share:.0f} %"
+
+    return markdown(
+        ["layout", "gathers alone", "hidden", "beside reductions", "prefetch 2", "prefetch 1", "exchange hidden"],
+        [
+            [
+                f"`{row['layout']}`",
+                f"{row['gathers_alone_ms']:.0f} ms",
+                percent(row["gathers_hidden"]),
+                percent(row["gathers_hidden_beside_reductions"]),
+                percent(row["gathers_hidden_by_prefetch"]["2"]),
+                percent(row["gathers_hidden_by_prefetch"]["1"]),
+                percent(row.get("exchange_hidden")),
+            ]
+            for row in data["rows"]
+        ],
+    )
+
+
+def overlap_timeline(data: dict[str, Any]) -> str:
+    kinds = {
+        "gathers under forward": "gathers_under_forward",
+        "exchange under Newton-Schulz": "exchange_under_newton_schulz",
+        "reductions under backward": "reductions_under_backward",
+    }
+    return markdown(
+        [f"{data['world']} ranks on {data['ranks'][0]['device']}", "rank", "in flight", "of that under work"],
+        [
+            [what, rank["rank"], f"{rank[key]['in_flight_ms']:.1f} ms", f"{100 * rank[key]['share']:.0f} %"]
+            for what, key in kinds.items()
+            for rank in data["ranks"]
+        ],
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "flat_plans": ("flat_plans", flat_plans),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "optimizer_step": ("optimizer_step", optimizer_step),
+    "overlap": ("overlap", overlap),
+    "overlap_hidden": ("overlap", overlap_hidden),
+    "overlap_timeline": ("overlap_timeline", overlap_timeline),
 }
 """For every table the JSON it comes from, and what it shows of it."""
 

@@ -137,7 +137,7 @@ class Communicator:
         if self.group is None or self.world == 1:
             return numbers[None]
         rows = numbers.new_empty(self.world * numbers.numel())
-        with record_function(f"layerwise::{name}"):
+        with scope(name):
             _all_gather(rows, numbers, group=self.group)
         return rows.view(self.world, -1)
 

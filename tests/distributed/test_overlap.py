@@ -1,0 +1,127 @@
+"""Gathers that run on under the next forward give the bits of gathers that `step()` waits for: in every layout, on 2, 3 and 4 ranks, over more than ten
+steps with all that can come in between.
+
+After a step, masters and state are looked at without touching a weight; weights only where a user would read them, so that they are stale until then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.reliability.overlap_fuzz import Action, Seen, Walk, Way, difference, transport
+
+BF16 = torch.bfloat16
+
+SCENARIO: list[Action] = [
+    *[("backward", 0), ("step", 0), ("hash", 0), ("backward", 3), ("eval", 1), ("step", 1)],
+    *[("eval", 2), ("eval", 3), ("forward", 3), ("accumulate", 4), ("accumulate", 5), ("backward", 6), ("step", 6)],
+    *[("save", 7), ("overflow and step", 7), ("hash", 7), ("backward", 8), ("step", 8), ("read", 8), ("raise in forward", 9)],
+    *[("other modules", 9), ("step", 9), ("raise in backward", 10), ("zero grad", 10), ("raise in block", 10)],
+    *[("step twice", 11), ("metric", 11), ("free", 11), ("backward", 12), ("zero grad", 13), ("backward", 13), ("step", 13)],
+    *[("edit", 14), ("backward", 14), ("step", 14), ("edit behind", 15), ("idle and step", 15), ("foreach", 15)],
+    *[("backward", 16), ("raise alone and step", 16), ("load", 17), ("hash", 17), ("backward", 17), ("step", 17)],
+    *[("save", 18), ("backward", 18), ("step", 18), ("resume", 19), ("backward", 19), ("step", 19), ("ensure", 19)],
+    *[("scheduler", 20), ("backward", 20), ("step", 20), ("free", 20), ("eval", 20), ("copy", 21), ("backward", 21)],
+    *[("step", 21), ("hash", 21)],
+]
+
+
+def ways(world: int, *prefetches: int | None, **fields: object) -> list[Way]:
+    """The same model, gathered in several ways; in every second of them nothing arrives before it was waited for."""
+    found = []
+    for number, prefetch in enumerate(prefetches):
+        way = Way(world=world, prefetch=prefetch, late=number % 2 == 1, **fields)  # type: ignore[arg-type]
+        found.append(replace(way, aligned=way.chunks > 1 and prefetch is not None))
+    return found
+
+
+WAYS: dict[int, list[Way]] = {
+    2: [
+        *ways(2, None, 0, 1, 3, layout="flat", checkpointing=True),
+        *ways(2, 1, None, layout="padded", dtype=BF16, ep=2, shuffled=True),
+        *ways(2, None, 0, layout="compact", dtype=BF16, chunks=2),
+        *ways(2, 3, None, layout="replicated", param_sync="broadcast"),
+        *ways(2, None, 1, layout="auto", ep=2, chunks=2, reducer="ordered", shard_grads=True),
+        *ways(2, 1, layout="flat", dtype=BF16, shard_grads=True, param_sync="broadcast", nonfinite="raise"),
+        *ways(2, None, layout="flat", checked=True, grad_overlap=False, matrix="normuon"),
+    ],
+    3: [
+        *ways(3, 0, None, layout="flat", dtype=BF16, chunks=2, reducer="ordered_bf16"),
+        *ways(3, 3, None, layout="padded", shard_grads=True, shuffled=True),
+        *ways(3, None, 1, layout="compact", reducer="ordered", dtype=BF16),
+        *ways(3, 1, layout="auto", ep=3),
+        *ways(3, None, layout="replicated", dtype=BF16),
+    ],
+    4: [
+        *ways(4, 1, None, layout="flat", pp=2, chunks=2, dtype=BF16),
+        *ways(4, None, layout="padded", ep=2, shard_grads=True),
+        *ways(4, 3, layout="compact", pp=2, ep=2),
+        *ways(4, 0, layout="auto", ep=2, chunks=2, dtype=BF16),
+        *ways(4, None, layout="replicated", ep=2),
+    ],
+}
+
+
+def take_both(rank: int, world: int, cases: Sequence[Way], drop: int | None = None) -> list[tuple[str, Counter[str], list[str]]]:
+    """Every way beside the same without overlap: what differs, what was met, and every hash of all weights."""
+    warnings.filterwarnings("ignore", message="modules run in another order")
+    expected: dict[Way, list[Seen]] = {}
+    found = []
+    for way in cases:
+        # How far gathers run ahead is nothing to a run without overlap; who may read alone is.
+        synchronous = replace(way.without_overlap(), prefetch=0 if way.lazy else None, aligned=False)
+        if synchronous not in expected:
+            walk = Walk(rank, synchronous)
+            walk.take(SCENARIO)
+            expected[synchronous] = walk.seen
+        with transport(late=way.late, drop=drop):
+            walk = Walk(rank, way)
+            walk.take(SCENARIO)
+        hashes = [seen.words for seen in walk.seen if seen.action == "hash"]
+        found.append((difference(walk.seen, expected[synchronous]), walk.met, hashes))
+    return found
+
+
+@pytest.mark.parametrize("world", WAYS)
+def test_overlapped_gathers_give_the_bits_of_those_that_step_waits_for(world: int) -> None:
+    everyone = run_ranks(world, take_both, WAYS[world])
+    for way, answers in zip(WAYS[world], zip(*everyone, strict=True), strict=True):
+        for rank, (unlike, met, _) in enumerate(answers):
+            assert not unlike, f"rank {rank}, {way}: {unlike}"
+            assert met["steps"] > 10, way
+            assert met["buckets stale after a step"] + met["buckets in flight after a step"] > met["steps"], way
+            assert (met["buckets stale after a step"] > 0) == way.lazy, way
+            assert met["reads of stale weights"] > 0, way
+            assert met["failures"] >= 3, way
+            assert met["skipped steps"] == 1, way
+        if way.pp == 1 and way.ep == 1:
+            hashes = [hashes for _, _, hashes in answers]
+            assert hashes == hashes[:1] * world, f"weights differ between ranks: {way}"
+
+
+def test_every_layout_is_met_with_experts_chunks_stages_reducers_and_every_prefetch() -> None:
+    met = [way for found in WAYS.values() for way in found]
+    for world in WAYS:
+        assert {way.layout for way in WAYS[world]} == {"flat", "padded", "compact", "replicated", "auto"}
+    for layout in ("flat", "padded", "compact", "auto"):
+        mine = [way for way in met if way.layout == layout]
+        assert {way.lazy for way in mine} == {True, False}
+        assert {way.dtype for way in mine} == {torch.float32, BF16}
+    assert {way.prefetch for way in met} == {None, 0, 1, 3}
+    assert {way.reducer for way in met} == {"collective", "ordered", "ordered_bf16"}
+    assert any(way.pp > 1 and way.aligned for way in met)
+    assert any(way.ep > 1 and way.ep < way.world // way.pp for way in met)
+
+
+@pytest.mark.parametrize("prefetch", [None, 1])
+def test_control_one_wait_less_is_seen(prefetch: int | None) -> None:
+    way = Way(prefetch=prefetch, late=True)
+    assert all(unlike for answers in run_ranks(2, take_both, [way], 7) for unlike, _, _ in answers)
+    assert not any(unlike for answers in run_ranks(2, take_both, [way]) for unlike, _, _ in answers)

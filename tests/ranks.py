@@ -29,6 +29,7 @@ _CONTEXT.set_forkserver_preload(
         "tests.worlds",
         "tests.distributed.jobs",
         "tests.reliability.misuse",
+        "tests.walks",
     ]
 )
 

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.reliability.overlap_fuzz import Action, Seen, Walk, Way, difference, transport
+from tests.walks import Action, Seen, Walk, Way, difference, transport
 
 BF16 = torch.bfloat16
 
 SCENARIO: list[Action] = [
-    *[("backward", 0), ("step", 0), ("hash", 0), ("backward", 3), ("eval", 1), ("step", 1)],
-    *[("eval", 2), ("eval", 3), ("forward", 3), ("accumulate", 4), ("accumulate", 5), ("backward", 6), ("step", 6)],
-    *[("save", 7), ("overflow and step", 7), ("hash", 7), ("backward", 8), ("step", 8), ("read", 8), ("raise in forward", 9)],
-    *[("other modules", 9), ("step", 9), ("raise in backward", 10), ("zero grad", 10), ("raise in block", 10)],
-    *[("step twice", 11), ("metric", 11), ("free", 11), ("backward", 12), ("zero grad", 13), ("backward", 13), ("step", 13)],
-    *[("edit", 14), ("backward", 14), ("step", 14), ("edit behind", 15), ("idle and step", 15), ("foreach", 15)],
-    *[("backward", 16), ("raise alone and step", 16), ("load", 17), ("hash", 17), ("backward", 17), ("step", 17)],
-    *[("save", 18), ("backward", 18), ("step", 18), ("resume", 19), ("backward", 19), ("step", 19), ("ensure", 19)],
-    *[("scheduler", 20), ("backward", 20), ("step", 20), ("free", 20), ("eval", 20), ("copy", 21), ("backward", 21)],
-    *[("step", 21), ("hash", 21)],
+    (name.strip(), number)
+    for number, name in enumerate(
+        """
+        backward, step, hash, backward, eval, step, eval, eval, forward, accumulate, accumulate, backward, step, save, overflow and step, hash,
+        backward, step, read, raise in forward, other modules, step, raise in backward, zero grad, raise in block, backward, step twice, metric,
+        free, backward, zero grad, zero grad, backward, step, edit, backward, step, edit behind, idle and step, foreach, backward, step, load,
+        hash, raise alone and step, backward, step, save, backward, step, resume, backward, step, ensure, scheduler, backward, step, copy,
+        idle block, backward, step, free, eval, backward, step, hash
+        """.split(",")
+    )
 ]
 
 
@@ -69,7 +69,9 @@ WAYS: dict[int, list[Way]] = {
 }
 
 
-def take_both(rank: int, world: int, cases: Sequence[Way], drop: int | None = None) -> list[tuple[str, Counter[str], list[str]]]:
+def take_both(
+    rank: int, world: int, cases: Sequence[Way], drop: int | None = None
+) -> list[tuple[str, Counter[str], list[str]]]:
     """Every way beside the same without overlap: what differs, what was met, and every hash of all weights."""
     warnings.filterwarnings("ignore", message="modules run in another order")
     expected: dict[Way, list[Seen]] = {}
@@ -97,10 +99,11 @@ def test_overlapped_gathers_give_the_bits_of_those_that_step_waits_for(world: in
             assert not unlike, f"rank {rank}, {way}: {unlike}"
             assert met["steps"] > 10, way
             assert met["buckets stale after a step"] + met["buckets in flight after a step"] > met["steps"], way
-            assert (met["buckets stale after a step"] > 0) == way.lazy, way
+            if way.lazy and way.prefetch != 3:  # where there are more buckets than that
+                assert met["buckets stale after a step"] > 0, way
             assert met["reads of stale weights"] > 0, way
             assert met["failures"] >= 3, way
-            assert met["skipped steps"] == 1, way
+            assert met["skipped steps"] == 2, way  # one with an infinite gradient, one without any
         if way.pp == 1 and way.ep == 1:
             hashes = [hashes for _, _, hashes in answers]
             assert hashes == hashes[:1] * world, f"weights differ between ranks: {way}"
@@ -124,4 +127,3 @@ def test_every_layout_is_met_with_experts_chunks_stages_reducers_and_every_prefe
 def test_control_one_wait_less_is_seen(prefetch: int | None) -> None:
     way = Way(prefetch=prefetch, late=True)
     assert all(unlike for answers in run_ranks(2, take_both, [way], 7) for unlike, _, _ in answers)
-    assert not any(unlike for answers in run_ranks(2, take_both, [way]) for unlike, _, _ in answers)

@@ -26,7 +26,7 @@ import layerwise
 from layerwise.buffers.storage import ReplicaState
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
-from layerwise.errors import NonFiniteError
+from layerwise.errors import NonFiniteError, PlanMismatchError, StateError
 from tests.reference.oracle import Hyper
 from tests.worlds import hash_of, hash_tensors, rules
 
@@ -99,6 +99,7 @@ class Way:
     grad_overlap: bool = True
     param_sync: str = "gather"
     checked: bool = False
+    compared: bool = False
     dtype: torch.dtype = torch.float32
     pp: int = 1
     ep: int = 1
@@ -168,6 +169,7 @@ class Way:
             prefetch=self.prefetch,
             align_param_gather=self.aligned,
             check_collectives=self.checked,
+            check_replicas=self.compared,
             bucket_mib=self.bucket_mib,
         )
         for param in model.parameters():
@@ -336,6 +338,48 @@ class Walk:
     def _raise_alone_and_step(self, number: int) -> None:
         self._fail(number, backward=False, on=self._is_alone(number))
         self._step(number)
+
+    def _late_backward(self, number: int) -> None:
+        """Of a loss from before a step: weights have moved since, unless that was skipped."""
+        loss = self._loss(number)
+        self._step(number)
+        try:
+            loss.backward()
+            self._note("late backward", f"skipped {self.optimizer.stats.skipped}")
+        except RuntimeError as error:
+            self._note("late backward", "modified by an inplace operation" in str(error))
+        self.optimizer.zero_grad()
+
+    def _refused(self, action: str, use: Callable[[], object]) -> None:
+        """A wrong use that has an error with a name on every rank."""
+        try:
+            use()
+        except (PlanMismatchError, StateError, ValueError) as error:
+            self._note(action, type(error).__name__)
+            self.met["named errors"] += 1
+        else:
+            raise AssertionError(f"{action} was not refused")
+
+    def _other_settings_and_step(self, number: int) -> None:
+        groups = self.optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        if self._is_alone(number):
+            groups[-1]["lr"] *= 0.5
+        self._refused("other settings and step", self.optimizer.step)
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr
+
+    def _load_nothing(self, number: int) -> None:
+        """One rank has lost its file."""
+        state = {} if self._is_alone(number) else self.optimizer.state_dict()
+        self._refused("load nothing", lambda: self.optimizer.load_state_dict(state))
+
+    def _edit_alone_and_step(self, number: int) -> None:
+        """For models that compare replicas; there is no way on from here."""
+        if self._is_alone(number):
+            with torch.no_grad():
+                self._kept[sorted(self._kept)[number % len(self._kept)]].add_(1.0)
+        self._refused("edit alone and step", self.optimizer.step)
 
     # -- readers
 

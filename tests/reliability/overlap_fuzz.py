@@ -28,7 +28,7 @@ from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome
 from tests.walks import Action, Walk, Way, difference, transport
 
-FULL, QUICK, PER_RUN = 2000, 24, 25
+FULL, QUICK, PER_RUN = 2000, 16, 25
 CAP_S = 30.0
 """What one case may take before its rank is ended."""
 
@@ -36,7 +36,8 @@ LAYOUTS = ("flat", "padded", "compact", "replicated", "auto")
 NAMES = (
     *("backward", "backward", "backward", "forward", "accumulate", "other modules", "idle and step", "idle block"),
     *("step", "step", "step", "step", "step twice", "overflow and step", "zero grad", "zero grad", "scheduler"),
-    *("raise in forward", "raise in backward", "raise in block", "raise alone and step"),
+    *("raise in forward", "raise in backward", "raise in block", "raise alone and step", "late backward"),
+    *("other settings and step", "load nothing"),
     *("eval", "eval", "ensure", "hash", "read", "read", "read", "foreach", "copy", "metric", "free", "free"),
     *("save", "save", "load", "resume", "edit", "edit behind"),
 )
@@ -46,7 +47,8 @@ def actions_of(seed: int, length: int = 11) -> list[Action]:
     """Any actions in any order, between a step that makes weights stale and one whose outcome is looked at."""
     random = Random(f"actions {seed}")
     middle = [(random.choice(NAMES), number) for number in random.sample(range(1000), length)]
-    return [("backward", 1000), ("step", 1000), *middle, ("backward", 1001), ("step", 1001), ("hash", 1001)]
+    actions = [("backward", 1000), ("step", 1000), *middle, ("backward", 1001), ("step", 1001), ("hash", 1001)]
+    return [*actions, ("edit alone and step", seed)] if way_of(seed).compared else actions
 
 
 def way_of(seed: int) -> Way:
@@ -74,6 +76,7 @@ def way_of(seed: int) -> Way:
         grad_overlap=random.random() < 0.8,
         param_sync=random.choice(("gather", "gather", "gather", "broadcast")),
         checked=random.random() < 0.1,
+        compared=random.random() < 0.1,
         dtype=random.choice((torch.float32, torch.bfloat16)),
         ep=world if random.random() < 0.3 else 1,
         chunks=chunks,
@@ -171,6 +174,7 @@ WANTED = (
     "buckets in flight after a step",
     "reads of stale weights",
     "failures",
+    "named errors",
     "skipped steps",
 )
 

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint reliability clean
+.PHONY: train test lint poison reliability clean
 
 train: $(READY)
 	$(BIN)/layerwise train configs/tiny.toml --nproc 2
@@ -18,6 +18,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# The whole suite with uninitialised memory full of NaN, in this process and in every rank that tests start.
+poison: $(READY)
+	LAYERWISE_POISON=1 $(BIN)/python -m pytest
 
 # Every figure of the reliability board at full count, each with its control.
 reliability: $(READY)

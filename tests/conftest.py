@@ -2,4 +2,8 @@
 
 import torch
 
+from tests.ranks import is_poisoned, poison_memory
+
 torch.set_num_threads(1)
+if is_poisoned():
+    poison_memory()

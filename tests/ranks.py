@@ -29,10 +29,30 @@ _CONTEXT.set_forkserver_preload(
         "tests.worlds",
         "tests.distributed.jobs",
         "tests.reliability.misuse",
+        "tests.walks",
     ]
 )
 
 PG_TIMEOUT_S = 20.0
+
+POISON = "LAYERWISE_POISON"
+"""Set to 1, it has every test and every rank run with poisoned memory."""
+
+
+def is_poisoned() -> bool:
+    """Whether the suite was asked to run with poisoned memory."""
+    return os.environ.get(POISON, "0") not in ("", "0")
+
+
+def poison_memory() -> None:
+    """From now on, memory that nobody wrote holds NaN (or the largest integer), so that a read of it shows. Fresh pages of
+    the system are zeros, which hide it."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    # The trainer sets it as its config says, and torch fills memory only while it is on.
+    torch.use_deterministic_algorithms = lambda mode, *, warn_only=False: None
 
 
 class RankFailure(AssertionError):
@@ -41,12 +61,14 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where one rank sits: its number, the file at which ranks meet, how long a collective may take, and where answers go."""
+    """Where one rank sits: its number, the file at which ranks meet, how long a collective may take, whether memory is
+    poisoned, and where answers go."""
 
     rank: int
     world: int
     rendezvous: str
     pg_timeout_s: float
+    poisoned: bool
     outbox: Any
 
 
@@ -56,6 +78,8 @@ def _rank_main(seat: _Seat, job: Callable[..., Any], args: tuple[Any, ...]) -> N
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if seat.poisoned:
+        poison_memory()
     try:
         dist.init_process_group(
             "gloo",
@@ -76,12 +100,19 @@ def _rank_main(seat: _Seat, job: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 
 def run_ranks(
-    world: int, job: Callable[..., Any], *args: Any, timeout_s: float = 90.0, pg_timeout_s: float = PG_TIMEOUT_S
+    world: int,
+    job: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 90.0,
+    pg_timeout_s: float = PG_TIMEOUT_S,
+    poisoned: bool = False,
 ) -> list[Any]:
     """`[job(rank, world, *args) for each rank]`, all at once. `job` is a module-level function; results are plain data or CPU tensors."""
+    poisoned = poisoned or is_poisoned()
     outbox = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        seats = [_Seat(rank, world, os.path.join(folder, "meet"), pg_timeout_s, outbox) for rank in range(world)]
+        meet = os.path.join(folder, "meet")
+        seats = [_Seat(rank, world, meet, pg_timeout_s, poisoned, outbox) for rank in range(world)]
         processes = [_CONTEXT.Process(target=_rank_main, args=(seat, job, args), daemon=True) for seat in seats]
         for process in processes:
             process.start()

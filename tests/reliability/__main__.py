@@ -17,6 +17,7 @@ FIGURES = {
     "layout_props": "S6: properties of generated plans, up to 65,536 ranks",
     "comm_contract": "S7: collectives that differ between ranks are stopped before data moves",
     "nonfinite": "S13: inf and NaN on one rank skip the step on all, with nothing changed",
+    "overlap_fuzz": "S14: gathers under whatever comes next, on late ranks, change no bit of it",
     "misuse": "S15: every wrong use has a typed error that names the object and the remedy",
     "config_fuzz": "S16: every generated config runs or is refused in words",
 }

@@ -36,7 +36,9 @@ def alive_together(count: int) -> set[tuple[int, int]]:
 
 @given(st.lists(SIZES, max_size=3), st.lists(st.integers(0, 2000), max_size=3))
 @settings(max_examples=300, deadline=None)
-def test_passages_that_are_alive_together_have_places_of_their_own(domains: list[list[int]], regions: list[int]) -> None:
+def test_passages_that_are_alive_together_have_places_of_their_own(
+    domains: list[list[int]], regions: list[int]
+) -> None:
     plan = place_slots(domains, regions)
     assert [len(slots) for slots in plan.slots] == [len(passages) for passages in domains]
     for passages, slots in zip(domains, plan.slots, strict=True):

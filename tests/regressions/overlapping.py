@@ -28,6 +28,7 @@ from layerwise.comm.engine import Engine
 from layerwise.comm.exchanger import Cohort, Passage
 from layerwise.comm.handles import Handle
 from layerwise.comm.publisher import Publisher
+from layerwise.layout import slots as layout_slots
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp
 from layerwise.layout.slots import IdleRun, idle_runs
@@ -232,24 +233,31 @@ def handles_keep_nothing(rank: int) -> Any:
     return in_place_of(Handle, "__init__", forgetful)
 
 
-def slots_are_given_back_early(rank: int) -> Any:
+def two_passages_in_one_place(rank: int) -> Any:
+    """Places are planned as if one passage were alive at a time."""
+    return mock.patch.object(layout_slots, "_ALIVE", 1)
+
+
+@contextmanager
+def slots_are_given_back_early(rank: int) -> Iterator[None]:
     def early(real: Callable[..., Passage]) -> Callable[..., Passage]:
-        def move(self: Cohort, op: CommOp | None, outgoing: Any, table: Any, slots: Slots) -> Passage:
-            passage = real(self, op, outgoing, table, slots)
+        def move(self: Cohort, op: Any, outgoing: Any, table: Any, slots: Slots, slot: Any) -> Passage:
+            passage = real(self, op, outgoing, table, slots, slot)
             if passage.lease is not None:
                 slots.release(passage.lease)
             return Passage(passage.handle, None)
 
         return move
 
-    return in_place_of(Cohort, "_move", early)
+    with two_passages_in_one_place(rank), in_place_of(Cohort, "_move", early):
+        yield
 
 
 def staging_is_let_go(rank: int, world: int) -> list[str]:
     """Staging memory of overlapped gathers stayed with the allocator. The process that wrote checkpoints had no room on
     the device, no checkpoint was ever complete, and every restart began from the same old one.
 
-    Here gathers need no staging memory, that of the exchange is a ring of three slots at most, and
+    Here gathers need no staging memory, that of the exchange is planned before anything is allocated, and
     `model.free_buffers()` lets go of it, also with gathers under way. Counted by what is alive in the process.
     """
     found: list[str] = []
@@ -268,7 +276,7 @@ def staging_is_let_go(rank: int, world: int) -> list[str]:
             if step % 2:
                 run.model.free_buffers()
         slots = run.model.engine.slots
-        if slots is None or not slots.plan.number:
+        if slots is None or not slots.plan.own_nbytes:
             found.append("the scene has no staging memory")
         if (left := _alive_nbytes() - alive) > 0:
             found.append(f"rank {rank}: {left} bytes are still held after free_buffers()")
@@ -288,12 +296,10 @@ def slots_stay(rank: int) -> Any:
     return mock.patch.object(Slots, "free")
 
 
-def a_slot_for_every_passage(rank: int) -> Any:
-    """The ring grows with every exchange."""
-
+def staging_grows(rank: int) -> Any:
     def growing(real: Callable[..., Any]) -> Callable[..., Any]:
         def open_(self: Slots) -> Any:
-            self.plan = self.plan._replace(number=self.plan.number + 1)
+            self.plan = self.plan._replace(own_nbytes=self.plan.own_nbytes + 64)
             return real(self)
 
         return open_
@@ -390,24 +396,18 @@ def through_gradients(rank: int) -> Any:
 
 
 def leased_gradients_stay_dirty(rank: int) -> Any:
-    @contextmanager
-    def open_(self: Slots) -> Iterator[None]:
-        borrowed, self._borrowed = self._borrowed, []
-        with dirty(self, borrowed):
-            yield
-        self._borrowed = borrowed
+    def dirty(real: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def open_(self: Slots) -> Iterator[None]:
+            borrowed = self._borrowed
+            with real(self):
+                yield
+                self._borrowed = ()
+            self._borrowed = borrowed
 
-    @contextmanager
-    def dirty(self: Slots, borrowed: list[Tensor]) -> Iterator[None]:
-        plan = self.plan
-        self.plan = plan._replace(number=plan.number - len(borrowed))
-        with real(self):
-            self._free += borrowed
-            yield
-        self.plan = plan
+        return open_
 
-    real = Slots.open
-    return mock.patch.object(Slots, "open", open_)
+    return in_place_of(Slots, "open", dirty)
 
 
 def needed_gradients_are_leased(rank: int) -> Any:
@@ -919,6 +919,11 @@ CASES = (
                 seen_as="the source of an all-to-all was freed while it was in flight",
             ),
             Mistake(
+                what="two passages that are under way are given one place",
+                put_in=two_passages_in_one_place,
+                seen_as="StateError: .* wants a slot that .* has not given back",
+            ),
+            Mistake(
                 what="a slot is given back before its passage was waited for",
                 put_in=slots_are_given_back_early,
                 seen_as="the source of an all-to-all was overwritten while it was in flight",
@@ -937,8 +942,8 @@ CASES = (
                 seen_as="bytes are still held after",
             ),
             Mistake(
-                what="the ring of slots grows with every step",
-                put_in=a_slot_for_every_passage,
+                what="staging memory grows with every step",
+                put_in=staging_grows,
                 seen_as="bytes more after two more steps",
             ),
         ),
@@ -993,7 +998,7 @@ CASES = (
             Mistake(
                 what="gradients that are needed are leased too",
                 put_in=needed_gradients_are_leased,
-                seen_as="master of",
+                seen_as="master of|refer to a single memory location",
             ),
         ),
     ),

@@ -40,7 +40,9 @@ def late_gathers() -> Iterator[None]:
     """Params that are on their way are NaN until somebody waits for them."""
 
     def gathering(real: Callable[..., Any]) -> Callable[..., Any]:
-        def gather(full: Tensor, shard: Tensor, **how: Any) -> LateWork:
+        def gather(full: Tensor, shard: Tensor, **how: Any) -> Any:
+            if not full.is_floating_point():  # hashes, not params
+                return real(full, shard, **how)
             arrived, mine = full.clone(), shard.clone()
             work = real(arrived, mine, **how)
             full.fill_(math.nan)
@@ -51,8 +53,8 @@ def late_gathers() -> Iterator[None]:
 
     def casting(real: Callable[..., Any]) -> Callable[..., Any]:
         def broadcast(piece: Tensor, source: int, *, async_op: bool = False, **how: Any) -> Any:
-            if not async_op:
-                return real(piece, source, **how)
+            if not (async_op and piece.is_floating_point()):
+                return real(piece, source, async_op=async_op, **how)
             arrived = piece.clone()
             work = real(arrived, source, async_op=True, **how)
             if source != dist.get_rank():

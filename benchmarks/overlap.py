@@ -25,7 +25,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -52,7 +52,7 @@ class Size:
     cohorts: int = 4
     """A model this small would be one cohort; a large one has many."""
     mbit: float = 300.0
-    repeats: int = 6
+    repeats: int = 8
     steps: int = 2
     """Timed steps of an arm in one repetition; there is one more before them."""
     dtype: str = "float32"
@@ -279,12 +279,18 @@ def summary(layout: str, by_rank: Sequence[Mapping[str, Any]], mbit: float) -> d
     alone_ms = min(
         slowest([found["gather_alone_s"] for found in by_rank])
     )  # what the link can do, not what came between
+
+    def share(before: str, after: str, of_ms: float) -> dict[str, float]:
+        """What one arm saves over another, as a part of something, by the repetitions: each runs both within seconds."""
+        saved = [(one - other) / of_ms for one, other in zip(step_ms[before], step_ms[after], strict=True)]
+        quarters = statistics.quantiles(saved, n=4, method="inclusive") if len(saved) > 1 else saved * 3
+        return dict(zip(("low", "median", "high"), (round(share, 3) for share in quarters), strict=True))
+
     arms = [
         {
             "overlapped": name,
             "ms": round(median[name], 1),
-            "fastest_ms": round(min(times), 1),
-            "slowest_ms": round(max(times), 1),
+            "samples_ms": [round(time_ms, 1) for time_ms in times],
             "over_nothing": round(median[name] / median[SYNC], 3),
             "taken_by_others": round(statistics.median(sample.others for sample in samples[name]), 3),
         }
@@ -300,16 +306,16 @@ def summary(layout: str, by_rank: Sequence[Mapping[str, Any]], mbit: float) -> d
         "backward_ms": round(1000 * statistics.median(by_rank[0]["backward_s"]), 1),
         "gathers_alone_ms": round(alone_ms, 1),
         "gathers_by_bytes_ms": round(max(found["gather_nbytes"] for found in by_rank) * 8 / mbit / 1000, 1),
-        "gathers_hidden": round((median[SYNC] - median[GATHER]) / alone_ms, 3),
-        "gathers_hidden_beside_reductions": round((median[REDUCE] - median[BOTH]) / alone_ms, 3),
+        "gathers_hidden": share(SYNC, GATHER, alone_ms),
+        "gathers_hidden_beside_reductions": share(REDUCE, BOTH, alone_ms),
         "gathers_hidden_by_prefetch": {
-            str(ahead): round((median[REDUCE] - median[f"both, prefetch {ahead}"]) / alone_ms, 3) for ahead in (1, 2)
+            str(ahead): share(REDUCE, f"both, prefetch {ahead}", alone_ms) for ahead in (1, 2)
         },
     }
     if WAITED in median:
         exchange_ms = statistics.median(slowest([found["exchange_waited_s"] for found in by_rank]))
         report["exchange_waited_ms"] = round(exchange_ms, 1)
-        report["exchange_hidden"] = round((median[WAITED] - median[BOTH]) / exchange_ms, 3)
+        report["exchange_hidden"] = share(WAITED, BOTH, exchange_ms)
     return report
 
 
@@ -433,26 +439,26 @@ def host() -> dict[str, Any]:
     }
 
 
+def network_for(link: str, world: int, mbit: float) -> tuple[Namespaces | Delays, str]:
+    """The network that was asked for, and why it is not a real one."""
+    if link == "delays":
+        return Delays(world, mbit), "asked for"
+    try:
+        with Namespaces(world, mbit) as network:
+            return network, ""
+    except LinkError as error:
+        if link == "namespaces":
+            raise
+        return Delays(world, mbit), str(error)
+
+
 def compare(size: Size, world: int, link: str, out: Path) -> int:
-    before: Callable[[int], None]
-    reason = ""
-    network: Namespaces | Delays = Delays(world, size.mbit)
-    if link != "delays":
-        try:
-            network = Namespaces(world, size.mbit)
-            with network:
-                pass
-        except LinkError as error:
-            if link == "namespaces":
-                print(f"no network namespaces here: {error}", file=sys.stderr)
-                return 1
-            reason, network = f"no network namespaces here: {error}", Delays(world, size.mbit)
+    network, reason = network_for(link, world, size.mbit)
     with network:
-        before = network.joiner()
-        results = run_ranks(world, before, measure, size)
+        results = run_ranks(world, network.joiner(), measure, size)
     rows = [summary(layout, [found[layout] for found in results], size.mbit) for layout in LAYOUTS]
     report = {
-        "what": "medians of whole steps on the slowest rank, arms in turn. taken_by_others: share of the machine that other processes had meanwhile, waits of the ranks included. gathers_hidden: (step with nothing overlapped - step with "
+        "what": "medians of whole steps on the slowest rank, arms in turn. taken_by_others: share of the machine that other processes had meanwhile, waits of the ranks included. shares are medians and quartiles over repetitions. gathers_hidden: (step with nothing overlapped - step with "
         "gathers overlapped) / gathers_alone; beside reductions: the same between reductions and both. gathers_alone: all gathers of a step "
         "with no rank computing, the fastest time. exchange_hidden: (step with every all-to-all waited for - step with both) / what that step waits "
         "for them. gloo's reduce-scatter is an all-reduce: reductions take twice what their bytes say.",
@@ -472,15 +478,22 @@ def compare(size: Size, world: int, link: str, out: Path) -> int:
     return 0 if all(row["same_bits"] for row in rows) else 1
 
 
-def timeline(size: Size, world: int, device: str, folder: Path, out: Path) -> int:
+def timeline(size: Size, world: int, device: str, link: str, folder: Path, out: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = run_ranks(world, nowhere, record_timeline, size, device, str(folder))
+    if device == "cuda":  # what gloo does for tensors on a device is slow enough
+        where = "loopback; all ranks share one device"
+        ranks = run_ranks(world, nowhere, record_timeline, size, device, str(folder))
+    else:
+        network, _ = network_for(link, world, size.mbit)
+        where = network.kind
+        with network:
+            ranks = run_ranks(world, network.joiner(), record_timeline, size, device, str(folder))
     report = {
         "what": "two steps of every rank on record, layout flat, all overlap on. in_flight: time in which at least one collective was under "
         "way, from launch to arrival; under_work: the part of it in which kernels of the scope ran on this rank (operators, without a device)",
         "command": f"python benchmarks/overlap.py --timeline DIR --device {device}",
         "host": host(),
-        "link": "loopback; all ranks share one device" if device == "cuda" else "loopback",
+        "link": where,
         "world": world,
         "size": asdict(size),
         "ranks": ranks,
@@ -504,13 +517,14 @@ def main() -> int:
         kind = float if name in ("mbit", "bucket-mib") else int
         parser.add_argument(f"--{name}", type=kind)
     given = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells when it starts and stops
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that namespaces and ranks are cleared away
     base = QUICK if given.quick else ON_GPU if given.device == "cuda" else Size()
     changed = {name: getattr(given, name, None) for name in asdict(base)}
     size = replace(base, **{name: value for name, value in changed.items() if value is not None})
     if given.timeline is not None:
         out = given.out or RESULTS / "overlap_timeline.json"
-        return timeline(size, given.world or 2, given.device, given.timeline, out)
+        return timeline(size, given.world or 2, given.device, given.link, given.timeline, out)
     return compare(size, given.world or 4, given.link, given.out or RESULTS / "overlap.json")
 
 

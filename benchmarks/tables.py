@@ -113,8 +113,10 @@ def overlap(data: dict[str, Any]) -> str:
 
 
 def overlap_hidden(data: dict[str, Any]) -> str:
-    def percent(share: float | None) -> str:
-        return "nothing to exchange" if share is None else f"{100 * share:.0f} %"
+    def percent(share: dict[str, float] | None) -> str:
+        if share is None:
+            return "nothing to exchange"
+        return f"{100 * share['median']:.0f} % ({100 * share['low']:.0f} to {100 * share['high']:.0f})"
 
     return markdown(
         ["layout", "gathers alone", "hidden", "beside reductions", "prefetch 2", "prefetch 1", "exchange hidden"],

@@ -54,7 +54,10 @@ def test_shares_come_from_the_slowest_rank_and_the_same_run() -> None:
     ms = {SYNC: 400, REDUCE: 300, GATHER: 350, BOTH: 260, WAITED: 280, "both, prefetch 1": 280, "both, prefetch 2": 270}
     ranks = [
         {
-            "samples": {name: [Sample(value / 1000 - rank / 100, 0.0)] * 3 for name, value in ms.items()},
+            "samples": {
+                name: [Sample(value / 1000 * slow - rank / 100, 0.0) for slow in (1.0, 1.2, 1.0)]
+                for name, value in ms.items()
+            },
             "gather_alone_s": [0.1 - rank / 100] * 3,
             "exchange_waited_s": [0.04] * 3,
             "forward_s": [0.05],
@@ -68,10 +71,13 @@ def test_shares_come_from_the_slowest_rank_and_the_same_run() -> None:
     ]
     found = summary("flat", ranks, mbit=300)
     assert [arm["ms"] for arm in found["arms"]] == list(ms.values())
-    assert found["gathers_hidden"] == 0.5
-    assert found["gathers_hidden_beside_reductions"] == 0.4
-    assert found["gathers_hidden_by_prefetch"] == {"1": 0.2, "2": 0.3}
-    assert found["exchange_hidden"] == 0.5
+    assert found["gathers_hidden"] == {"low": 0.5, "median": 0.5, "high": 0.55}  # of 0.5, 0.5 and, slowed down, 0.6
+    assert found["gathers_hidden_beside_reductions"]["median"] == 0.4
+    assert {ahead: share["median"] for ahead, share in found["gathers_hidden_by_prefetch"].items()} == {
+        "1": 0.2,
+        "2": 0.3,
+    }
+    assert found["exchange_hidden"]["median"] == 0.5
     assert found["gathers_by_bytes_ms"] == 80.0
     assert found["same_bits"]
     ranks[1]["equal"] = {**ranks[1]["equal"], BOTH: False}

@@ -52,7 +52,7 @@ class Size:
     cohorts: int = 4
     """A model this small would be one cohort; a large one has many."""
     mbit: float = 300.0
-    repeats: int = 8
+    repeats: int = 5
     steps: int = 2
     """Timed steps of an arm in one repetition; there is one more before them."""
     dtype: str = "float32"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
+
+from layerwise.comm.scopes import scope
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,6 @@ class _Exchange(torch.autograd.Function):
 def _all_to_all(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     # Backends read strided memory as if it were whole: gradients of transposed or expanded tensors arrive like that.
-    with record_function("layerwise::dispatch all_to_all"):
+    with scope("dispatch all_to_all"):
         dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
     return out

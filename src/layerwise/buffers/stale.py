@@ -38,6 +38,18 @@ _HARMLESS = frozenset(
 """What tells of a param without its values."""
 
 
+def outside_transforms(action: Callable[[], None]) -> None:
+    """Do something that no transform of `torch.func` knows of: they wrap whatever is touched under them, also memory that
+    is none of theirs."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        action()
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        action()
+
+
 class StaleParam:
     """Mixed into the class of a param whose values are old."""
 
@@ -85,9 +97,15 @@ class StaleGuard:
     """The params of one bucket, guarded while they are stale."""
 
     def __init__(self, params: Sequence[nn.Parameter], ensure: Callable[[], None]) -> None:
+        @torch._disable_dynamo  # type: ignore[attr-defined]
+        def bring_up_to_date() -> None:
+            outside_transforms(ensure)
+
         kinds = {type(param) for param in params}
         stand_in = {
-            kind: type(f"Stale{kind.__name__}", (StaleParam, kind), {"bring_up_to_date": staticmethod(ensure)})
+            kind: type(
+                f"Stale{kind.__name__}", (StaleParam, kind), {"bring_up_to_date": staticmethod(bring_up_to_date)}
+            )
             for kind in kinds
         }
         self._params = [(param, type(param), stand_in[type(param)]) for param in params]

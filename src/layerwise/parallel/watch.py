@@ -7,11 +7,13 @@ what makes gathers early and cheap; what makes them certain is `buffers.stale`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from layerwise.buffers.stale import outside_transforms
 from layerwise.buffers.storage import Bucket
 from layerwise.comm.publisher import Publisher
 from layerwise.comm.scopes import scope
@@ -85,7 +87,7 @@ class _Ensuring(_Hook):
         for bucket in self._buckets:
             if bucket.replica_version != bucket.master_version:
                 with scope(f"forward hook for {bucket.plan.label}"):
-                    self._publisher.ensure(bucket)
+                    outside_transforms(partial(self._publisher.ensure, bucket))
 
 
 class _Asking(_Hook):

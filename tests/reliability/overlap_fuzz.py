@@ -9,13 +9,16 @@ gradients and nothing overlapped. With sabotage, mistakes are put in that must b
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing import get_context
 from random import Random
 from typing import Any
 from unittest import mock
@@ -186,17 +189,30 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
     count = QUICK if quick else FULL
     complaints: dict[int, str] = {}
     met: Counter[str] = Counter()
-    for world in (2, 3):
-        seeds = [seed for seed in range(count) if way_of(seed).world == world]
-        for start in range(0, len(seeds), PER_RUN):
-            found, more = complaints_of(seeds[start : start + PER_RUN])
-            complaints.update(found)
-            met += more
+    batches = [
+        seeds[start : start + PER_RUN]
+        for world in (2, 3)
+        for seeds in ([seed for seed in range(count) if way_of(seed).world == world],)
+        for start in range(0, len(seeds), PER_RUN)
+    ]
+    for found, more in _each(batches):
+        complaints.update(found)
+        met += more
     bad = [f"{describe(seed)}: {text}" for seed, text in complaints.items() if text]
     for text in bad:
         print(text, file=sys.stderr)
     bad += [f"no case had {name}: nothing was tested" for name in WANTED if not met[name]]
     return Outcome(n=len(complaints), bad=len(bad), worst=bad[0][:400] if bad else "")
+
+
+def _each(batches: Sequence[Sequence[int]]) -> Iterator[tuple[dict[int, str], Counter[str]]]:
+    """Batches one after the other, or several at once where there are cores for their ranks."""
+    workers = min(len(batches), (os.cpu_count() or 1) // 3)
+    if workers < 2:
+        yield from map(complaints_of, batches)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(complaints_of, batches)
 
 
 def _run_controls() -> Outcome:

@@ -375,17 +375,22 @@ def work_of(events: Sequence[Event], name: str) -> list[Stretch]:
 
 
 def under(events: Sequence[Event], phases: Sequence[str], name: str, before_us: float) -> dict[str, float]:
-    """How long collectives of these phases were under way, and how much of that time the work of a scope ran."""
+    """How long collectives of these phases were under way, how much of that time the work of a scope ran, and how much of
+    that work it was."""
     flights = joined(
         stretch(event)
         for event in events
         if event.get("cat") == "in_flight" and event["args"]["phase"] in phases and event["ts"] < before_us
     )
-    total, shared = sum(stop - start for start, stop in flights), common_us(flights, work_of(events, name))
+    work = work_of(events, name)
+    total, shared = sum(stop - start for start, stop in flights), common_us(flights, work)
+    busy = sum(stop - start for start, stop in work)
     return {
         "in_flight_ms": round(total / 1000, 2),
         "under_work_ms": round(shared / 1000, 2),
         "share": round(shared / total, 3) if total else 0.0,
+        "work_ms": round(busy / 1000, 2),
+        "share_of_work": round(shared / busy, 3) if busy else 0.0,
     }
 
 

@@ -142,9 +142,23 @@ def overlap_timeline(data: dict[str, Any]) -> str:
         "reductions under backward": "reductions_under_backward",
     }
     return markdown(
-        [f"{data['world']} ranks on {data['ranks'][0]['device']}", "rank", "in flight", "of that under work"],
         [
-            [what, rank["rank"], f"{rank[key]['in_flight_ms']:.1f} ms", f"{100 * rank[key]['share']:.0f} %"]
+            f"{data['world']} ranks on {data['ranks'][0]['device']}",
+            "rank",
+            "in flight",
+            "of that under work",
+            "work",
+            "of that with something in flight",
+        ],
+        [
+            [
+                what,
+                rank["rank"],
+                f"{rank[key]['in_flight_ms']:.1f} ms",
+                f"{100 * rank[key]['share']:.0f} %",
+                f"{rank[key]['work_ms']:.1f} ms",
+                f"{100 * rank[key]['share_of_work']:.0f} %",
+            ]
             for what, key in kinds.items()
             for rank in data["ranks"]
         ],

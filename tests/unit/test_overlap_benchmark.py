@@ -32,7 +32,7 @@ def test_gathers_count_as_hidden_where_forward_computes_and_not_where_it_waits()
         flight("publish", 160, 400),  # of the last step: cut off
     ]
     found = read_timeline({"traceEvents": events})["gathers_under_forward"]
-    assert found == {"in_flight_ms": 0.04, "under_work_ms": 0.01, "share": 0.25}
+    assert found == {"in_flight_ms": 0.04, "under_work_ms": 0.01, "share": 0.25, "work_ms": 0.01, "share_of_work": 1.0}
 
 
 def test_on_a_device_the_kernels_count_that_a_scope_launched_whenever_they_run() -> None:
@@ -47,7 +47,7 @@ def test_on_a_device_the_kernels_count_that_a_scope_launched_whenever_they_run()
         flight("return", 70, 80),
     ]
     found = read_timeline({"traceEvents": events})["exchange_under_newton_schulz"]
-    assert found == {"in_flight_ms": 0.03, "under_work_ms": 0.01, "share": 0.333}
+    assert found == {"in_flight_ms": 0.03, "under_work_ms": 0.01, "share": 0.333, "work_ms": 0.02, "share_of_work": 0.5}
 
 
 def test_shares_come_from_the_slowest_rank_and_the_same_run() -> None:

@@ -122,7 +122,7 @@ class Watch:
         for tensor in tensors:
             if tensor.untyped_storage().data_ptr() not in self._own:
                 self._alive.append((weakref.ref(tensor), tensor.untyped_storage().nbytes()))
-        deadline = time.monotonic() + 0.3
+        deadline = time.monotonic() + 5.0
         while self._sum() > max(self._limit, self.peak) and time.monotonic() < deadline:
             time.sleep(0.001)
         self.peak = max(self.peak, self._sum())

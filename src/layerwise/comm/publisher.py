@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -67,7 +68,8 @@ class Publisher:
 
     def _guard(self, bucket: Bucket) -> StaleGuard:
         params = [self._storage.params[placement.fqn] for placement in bucket.plan.placements]
-        return StaleGuard(params, lambda: self._ensure_read(bucket))
+        is_lazy = self._prefetch is not None or self._aligned
+        return StaleGuard(params, partial(self._ensure_read if is_lazy else self.ensure, bucket))
 
     def _set_order(self, order: Sequence[int]) -> None:
         """The sequence of gathers, and how far each bucket's reader launches it."""
@@ -105,8 +107,8 @@ class Publisher:
         self._land(bucket)
 
     def _ensure_read(self, bucket: Bucket) -> None:
-        """Somebody reads a weight outside its module's forward. That may be one rank alone, while the others wait for it
-        elsewhere, so say what it waits for."""
+        """Somebody reads a weight outside its module's forward, and its gather may not be under way. That may be one rank alone,
+        while the others wait for it elsewhere, so say what it waits for."""
         name = bucket.plan.placements[0].fqn
         hint = (
             f"{name!r} is read on this rank, which waits for the other ranks to read it too. If they wait for this one, call "

@@ -70,6 +70,7 @@ class Run:
         """Everything but the loss scaler's counters, which remember an overflow on purpose."""
         if not self._scaled:
             return hash_everything(self.optimizer)
+        self.model.ensure()
         buckets = self.model.engine.storage.buckets
         tensors = [tensor for bucket in buckets for tensor in (bucket.replica, bucket.master, *bucket.state.values())]
         return f"{hash_tensors(tensors)} {self.optimizer.stats.step}"

@@ -34,7 +34,9 @@ def ways(world: int, *prefetches: int | None, **fields: object) -> list[Way]:
     found = []
     for number, prefetch in enumerate(prefetches):
         way = Way(world=world, prefetch=prefetch, late=number % 2 == 1, **fields)  # type: ignore[arg-type]
-        found.append(replace(way, aligned=way.chunks > 1 and prefetch is not None))
+        if way.chunks > 1:  # twice as many params: in as many buckets
+            way = replace(way, aligned=prefetch is not None, bucket_mib=0.001)
+        found.append(way)
     return found
 
 

@@ -31,7 +31,7 @@ from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome
 from tests.walks import Action, Walk, Way, difference, transport
 
-FULL, QUICK, PER_RUN = 2000, 16, 25
+FULL, QUICK, PER_RUN = 2000, 12, 25
 CAP_S = 30.0
 """What one case may take before its rank is ended."""
 

@@ -260,7 +260,7 @@ ARRANGED: dict[int, list[Arrangement]] = {
         arrangement("padded", "ordered", zero2=True, pp=2, experts=False, chunks=2, dtype=BF16),
     ],
 }
-SEEDS = 2
+SEEDS = 1
 
 
 @pytest.mark.parametrize("world", ARRANGED)

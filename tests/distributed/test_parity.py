@@ -362,7 +362,7 @@ def random_actions(seed: int, kinds: list[str], length: int = 14) -> list[Action
     return [*actions, ("backward", length), ("step",)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_actions_gives_the_same_bits_with_and_without_overlap(seed: int) -> None:
     actions = random_actions(seed, KINDS)
     layout = LAYOUTS[seed % len(LAYOUTS)]

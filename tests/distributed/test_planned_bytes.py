@@ -315,6 +315,8 @@ def test_planned_bytes_are_the_bytes_of_a_run(layout: str, world: int) -> None:
     setups = setups_of(layout, world)
     if layout == "padded:reference":  # another packing of the same kind
         setups = setups[:4]
+    elif world != 2:  # all of them on two ranks, and a share of them elsewhere
+        setups = setups[world % 2 :: 3]
     assert [text for found in run_ranks(world, run_all, setups) for text in found] == []
 
 

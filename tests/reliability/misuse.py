@@ -2173,9 +2173,9 @@ def complaints_on_ranks(names: list[str]) -> dict[str, str]:
     return found
 
 
-def _complaints_without_asserts() -> dict[str, str]:
+def _complaints_without_asserts(*, ranks: bool) -> dict[str, str]:
     """The suite in a `python -O` of its own, where `assert` does nothing."""
-    command = [sys.executable, "-O", "-W", "ignore", "-m", "tests.reliability.misuse"]
+    command = [sys.executable, "-O", "-W", "ignore", "-m", "tests.reliability.misuse", *(["ranks"] if ranks else [])]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=root)
     if done.returncode != 0:
@@ -2185,13 +2185,13 @@ def _complaints_without_asserts() -> dict[str, str]:
 
 
 def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
-    """Every case under `python -O`, and in the full profile without it too; with sabotage, single-process cases against a library whose checks were taken
-    out."""
+    """Every case with and without `python -O`; in the quick profile those of a single process with it, since the suite has all of them without. With
+    sabotage, single-process cases against a library whose checks were taken out."""
     if sabotage:
         with _guards_removed():
             return tally(complaints(ranks=False))
-    return tally({**({} if quick else complaints()), **_complaints_without_asserts()})
+    return tally({**({} if quick else complaints()), **_complaints_without_asserts(ranks=not quick)})
 
 
 if __name__ == "__main__":
-    print(json.dumps(complaints()))
+    print(json.dumps(complaints(ranks="ranks" in sys.argv)))

@@ -34,6 +34,9 @@ class Flight:
     """None while it is under way."""
     is_exact: bool = True
     """Whether the backend said when it arrived. Otherwise it is when waiting for it ended."""
+    works: tuple[Any, ...] = ()
+    """Kept until nobody records any more: a work that is dropped while a thread of the backend tells its future takes the
+    process with it."""
 
     def land(self, _: object = None) -> None:
         """A part of it has arrived."""
@@ -60,7 +63,7 @@ def note_flight(label: str, result: Tensor, works: Sequence[Any]) -> Flight | No
     the profiler names."""
     if _flights is None or not works:
         return None
-    flight = Flight(label, time.perf_counter_ns())
+    flight = Flight(label, time.perf_counter_ns(), works=tuple(works))
     try:
         futures = [work.get_future() for work in works]
     except RuntimeError:  # gloo's reduce-scatter has none

@@ -25,14 +25,14 @@ from layerwise.layout.choice import Choice, Hardware
 from layerwise.layout.plan import DEFAULT_HARDWARE, resolve_layout
 from layerwise.layout.schedule import Phase
 from layerwise.layout.slots import Staging
-from layerwise.layout.storage import BufferKey, Reducer
+from layerwise.layout.storage import BufferKey, Reducer, bucket_numel_of
 from layerwise.planner.hf_config import UnknownFamilyError, hf_table
 from layerwise.planner.presets import PRESETS, preset
 from layerwise.planner.report import Column, Comparison, Setting, compare
 from layerwise.planner.rules import Rules
 from layerwise.planner.timing import KINDS, PHASES
 from layerwise.routing.spec import DENSE, ParamTable
-from layerwise.units import MIB, format_count, format_nbytes
+from layerwise.units import format_count, format_nbytes
 
 _MOST_RANKS = 1_000_000
 _ALL = "all"
@@ -196,7 +196,7 @@ def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | 
         world=request.world,
         worlds={param.domain: request.world // request.expert_parallel for param in table if param.domain != DENSE},
         grad_dtype=request.grad_dtype,
-        bucket_numel=bucket_numel(request),
+        bucket_numel=bucket_numel_of(request.bucket_mib, request.grad_dtype),
         reducer=request.reducer,
         shard_grads=request.shard_grads,
         staging=request.staging,
@@ -214,13 +214,6 @@ def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | 
     if comparison.doubt is not None:
         note(f"warning: {comparison.doubt}")
     return comparison
-
-
-def bucket_numel(request: PlanRequest) -> int | None:
-    """Elements of a bucket, as `DataParallel` reads `bucket_mib`."""
-    if request.bucket_mib is None:
-        return None
-    return max(1, int(request.bucket_mib * MIB) // request.grad_dtype.itemsize)
 
 
 # -- what is printed -------------------------------------------------------------------------------

@@ -28,10 +28,9 @@ from layerwise.errors import PlanMismatchError, StateError
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.slots import Staging
-from layerwise.layout.storage import ParamSync, Reducer
+from layerwise.layout.storage import ParamSync, Reducer, bucket_numel_of
 from layerwise.routing.rules import RouteRule, suspicion
 from layerwise.routing.spec import DENSE, EXPERT
-from layerwise.units import MIB
 
 _HOOKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Params whose gradients the hooks of a DataParallel take away; nobody else would ever see one."""
@@ -104,7 +103,6 @@ def plan_for(
     dtype = plain_dtype(settings.grad_dtype, "grad_dtype")
     if dtype is DType.FP64:
         raise TypeError("grad_dtype is torch.float64: expected one of fp32, bf16, fp16.")
-    bucket_mib = settings.bucket_mib
     table = param_table(*chunks, vocabularies=vocabularies, ties=settings.ties)
     if not any(param.trainable for param in table):
         raise ValueError(
@@ -119,7 +117,7 @@ def plan_for(
         rules=settings.rules,
         strict=settings.strict,
         grad_dtype=dtype,
-        bucket_numel=None if bucket_mib is None else max(1, int(bucket_mib * MIB) // dtype.itemsize),
+        bucket_numel=bucket_numel_of(settings.bucket_mib, dtype),
         reducer=settings.reducer,
         param_sync=settings.param_sync,
         shard_grads=settings.shard_grads,

@@ -52,6 +52,7 @@ _INTEGER_RANGES: dict[str, tuple[int, int]] = {
     "parallel.pp": (1, _MOST_RANKS),
     "parallel.ep": (1, _MOST_RANKS),
     "parallel.chunks": (1, _MOST_LAYERS),
+    "parallel.prefetch": (0, _MOST_WIDTH),
     "train.steps": (1, _MOST_STEPS),
     "train.batch_size": (1, _MOST_WIDTH),
     "train.accumulation": (1, _MOST_WIDTH),
@@ -237,8 +238,6 @@ def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
             "parallel.staging",
             "expected slots with shard_grads, got gradients: full gradients are released once they are reduced.",
         )
-    if parallel.prefetch is not None and parallel.prefetch < 0:
-        yield Problem("parallel.prefetch", f"expected 0 or more, or none for all, got {parallel.prefetch}.")
     is_all_reduced = parallel.layout == "compact" and parallel.reducer == "collective"
     if parallel.shard_grads and (is_all_reduced or parallel.layout == "replicated"):
         yield Problem(
@@ -273,12 +272,17 @@ def trace_problems(path: str | None, steps: int) -> list[Problem]:
     return problems
 
 
-def _file_problems(path: str) -> Iterator[str]:
+def _name_problem(path: str, wanted: str) -> str | None:
+    """What is wrong with a name before the file system is asked."""
     if path == "":
-        yield "is empty: expected a file to write, such as out.json."
-        return
-    if "\0" in path:
-        yield f"{_shown(path)} holds a NUL, which no file name can."
+        return f"is empty: expected {wanted}."
+    return f"{_shown(path)} holds a NUL, which no file name can." if "\0" in path else None
+
+
+def _file_problems(path: str) -> Iterator[str]:
+    problem = _name_problem(path, "a file to write, such as out.json")
+    if problem is not None:
+        yield problem
         return
     try:
         folder = Path(path).absolute().parent
@@ -430,11 +434,9 @@ def _rules_file_problems(path: str) -> Iterator[Problem]:
 
 
 def _out_dir_problems(out_dir: str) -> Iterator[Problem]:
-    if out_dir == "":
-        yield Problem("train.out_dir", "is empty: expected a folder for metrics and reports.")
-        return
-    if "\0" in out_dir:
-        yield Problem("train.out_dir", f"{_shown(out_dir)} holds a NUL, which no file name can.")
+    problem = _name_problem(out_dir, "a folder for metrics and reports")
+    if problem is not None:
+        yield Problem("train.out_dir", problem)
         return
     try:
         nearest = Path(out_dir).absolute()

@@ -79,6 +79,10 @@ class Plan:
         """The bucket of every trainable param."""
         return {placement.fqn: bucket.index for bucket in self.buckets for placement in bucket.placements}
 
+    def domain_of(self, fqn: str) -> str:
+        """The domain of a trainable param."""
+        return self.buckets[self.bucket_of[fqn]].domain
+
     @property
     def layout_label(self) -> str:
         """The layout in a word or two: what matrices got, where that was left to the cost model."""

@@ -347,9 +347,9 @@ class Optimizer(torch.optim.Optimizer):
     def _changed_hashes(self) -> dict[str, list[int] | None]:
         """What was written into weights since the last step: the same on every rank, or shards would mix. Ranks hold
         different experts under one name, so of those only the name."""
-        params, domain_of = self._engine.storage.params, {spec.fqn: spec.domain for spec in self._engine.plan.table}
+        params, plan = self._engine.storage.params, self._engine.plan
         return {
-            fqn: hash_bits(params[fqn].detach().reshape(-1)).tolist() if domain_of[fqn] == DENSE else None
+            fqn: hash_bits(params[fqn].detach().reshape(-1)).tolist() if plan.domain_of(fqn) == DENSE else None
             for fqn in sorted(self._changed)
         }
 

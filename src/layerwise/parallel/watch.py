@@ -45,6 +45,14 @@ def _buckets(params: Iterator[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bu
     return tuple(dict.fromkeys(bucket_of[param] for param in params if param in bucket_of))
 
 
+def _ensure(buckets: Buckets, publisher: Publisher) -> None:
+    """Bring what is stale up to date; two attribute reads for what is not."""
+    for bucket in buckets:
+        if bucket.replica_version != bucket.master_version:
+            with scope(f"forward hook for {bucket.plan.label}"):
+                outside_transforms(partial(publisher.ensure, bucket))
+
+
 def _nothing(*args: object) -> None:
     """What a hook becomes in a copy of its module, whose params are nobody's replicas."""
 
@@ -84,10 +92,7 @@ class _Ensuring(_Hook):
         if torch.compiler.is_compiling():
             self._trace()
             return
-        for bucket in self._buckets:
-            if bucket.replica_version != bucket.master_version:
-                with scope(f"forward hook for {bucket.plan.label}"):
-                    outside_transforms(partial(self._publisher.ensure, bucket))
+        _ensure(self._buckets, self._publisher)
 
 
 class _Asking(_Hook):
@@ -107,9 +112,7 @@ class _Entry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # or else it is part of something larger, which has an entry of its own
-            for bucket in self._buckets:
-                if bucket.replica_version != bucket.master_version:
-                    self._publisher.ensure(bucket)
+            _ensure(self._buckets, self._publisher)
         return self._compiled(*args, **kwargs)
 
 

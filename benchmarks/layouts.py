@@ -125,12 +125,13 @@ PRESETS = (
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """Padding, buckets and balance of a plan's matrices."""
+    """Padding, buckets, number and balance of a plan's matrices."""
     buffers = [buffer for buffer in plan.buffers if buffer.key.family == "matrix"]
     numel = sum(buffer.param_numel for buffer in buffers)
     return {
         "waste_percent": round(100 * sum(buffer.padding for buffer in buffers) / numel, 4),
         "buckets": sum(len(buffer.buckets) for buffer in buffers),
+        "matrices": sum(len(work.items) for work in plan.works),
         "imbalance": round(max(work.imbalance for work in plan.works), 4),
     }
 

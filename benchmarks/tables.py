@@ -27,18 +27,23 @@ def optimizer_step(data: dict[str, Any]) -> str:
     return markdown([f"on {data['host']['gpu']}", "ms"], [[name, row["ms"]] for name, row in data["rows"].items()])
 
 
-def flat_plans(data: dict[str, Any]) -> str:
-    shown = [row for row in data["rows"] if row["world"] in (8, 64, 1024)]
+def flat(data: dict[str, Any]) -> str:
+    models = ("llama3-8b", "llama3-70b", "deepseek-v3", "kimi-k2")
+    shown = [
+        row
+        for row in data["rows"]
+        if row["model"] in models and row["world"] in (8, 64, 1024) and row["layout"] == "flat"
+    ]
     return markdown(
         ["model", "ranks", "padding", "buckets", "matrices", "imbalance"],
         [
             [
                 row["model"],
                 row["world"],
-                f"{row['padding_percent']:.4f} %",
+                f"{row['waste_percent']:.4f} %",
                 row["buckets"],
                 row["matrices"],
-                f"{max(row['imbalance'].values()):.2f}",
+                f"{row['imbalance']:.2f}",
             ]
             for row in shown
         ],
@@ -167,7 +172,7 @@ def overlap_timeline(data: dict[str, Any]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
-    "flat_plans": ("flat_plans", flat_plans),
+    "flat": ("layouts", flat),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "optimizer_step": ("optimizer_step", optimizer_step),

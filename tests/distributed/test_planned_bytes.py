@@ -109,13 +109,13 @@ class Watch:
     """Knows of tensors that come and go, and how many bytes of them were alive at once.
 
     gloo's own thread lets go of a tensor some microseconds after it was waited for, so what exceeds the limit is looked at
-    again before it counts, for some seconds in all.
+    again before it counts, for a second or two in all.
     """
 
     def __init__(self, own: dict[int, int], limit: int) -> None:
         self._own = own
         self._limit = limit
-        self._looks = 5000  # a millisecond each
+        self._looks = 1500  # a millisecond each
         self._alive: list[tuple[weakref.ref[Tensor], int]] = []
         self.peak = 0
 

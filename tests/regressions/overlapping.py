@@ -54,11 +54,11 @@ from tests.worlds import Hyper, Net, anywhere, net_loss, rules
 
 
 class Run:
-    """A small real network in training. With `overlap_param_gather` left on, what it has for weights must be what its
-    twin without has."""
+    """A small real network in training, every matrix in a bucket of its own, so that each is cut and something travels.
+    With `overlap_param_gather` left on, what it has for weights must be what its twin without has."""
 
     def __init__(
-        self, rank: int, build: Callable[[], Any] = Net, *, bucket_mib: float = 0.0003, **options: Any
+        self, rank: int, build: Callable[[], Any] = Net, *, bucket_mib: float = 0.0001, **options: Any
     ) -> None:
         self.rank = rank
         torch.manual_seed(11)
@@ -241,10 +241,9 @@ def two_passages_in_one_place(rank: int) -> Any:
 @contextmanager
 def slots_are_given_back_early(rank: int) -> Iterator[None]:
     def early(real: Callable[..., Passage]) -> Callable[..., Passage]:
-        def move(self: Cohort, op: Any, outgoing: Any, table: Any, slots: Slots, slot: Any) -> Passage:
-            passage = real(self, op, outgoing, table, slots, slot)
-            if passage.lease is not None:
-                slots.release(passage.lease)
+        def move(self: Cohort, op: Any, outgoing: Any, table: Any) -> Passage:
+            passage = real(self, op, outgoing, table)
+            passage.release()
             return Passage(passage.handle, None)
 
         return move

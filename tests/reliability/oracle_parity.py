@@ -115,7 +115,7 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
     product = list(arranged_product())
     if sabotage:
         product = [(world, replace(found, sabotage="tie")) for world, found in product if found.pp == 2][:1]
-    for world, arrangement in product[::23] if quick and not sabotage else product:
+    for world, arrangement in product[::47] if quick and not sabotage else product:
         complaints.update(_arranged_complaints(world, arrangement))
     return tally(complaints)
 

@@ -15,11 +15,17 @@ from layerwise.layout.slots import OWN, Slot, SlotPlan, passage_nbytes
 class Lease:
     """A slot in somebody's hands: room for what is sent and for what is received."""
 
-    def __init__(self, who: str, slot: Slot, memory: Tensor, sent: int, received: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, slots: Slots, who: str, slot: Slot, memory: Tensor, sent: int, received: int, dtype: torch.dtype
+    ) -> None:
+        self._slots = slots
         self.who, self.slot = who, slot
         middle = passage_nbytes(sent * dtype.itemsize, 0)
         self.send = memory[: sent * dtype.itemsize].view(dtype)
         self.receive = memory[middle : middle + received * dtype.itemsize].view(dtype)
+
+    def release(self) -> None:
+        self._slots.take_back(self)
 
 
 class Slots:
@@ -58,11 +64,11 @@ class Slots:
             if other.slot.overlaps(slot):
                 raise StateError(f"{who} wants a slot that {other.who} has not given back.")
         memory = (self._own if slot.region == OWN else self._borrowed[slot.region])[slot.start : slot.stop]
-        lease = Lease(who, slot, memory, sent, received, dtype)
+        lease = Lease(self, who, slot, memory, sent, received, dtype)
         self._leases.append(lease)
         return lease
 
-    def release(self, lease: Lease) -> None:
+    def take_back(self, lease: Lease) -> None:
         if lease not in self._leases:
             raise StateError(f"{lease.who} gives back a slot that it does not have.")
         self._leases.remove(lease)

@@ -15,6 +15,7 @@ from layerwise.buffers.storage import Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.dtypes import DType
+from layerwise.errors import StateError
 from layerwise.layout.exchange import Exchange, Piece, exchange_for
 from layerwise.layout.schedule import CommOp, CommSchedule
 from layerwise.layout.slots import Slot, passage_nbytes
@@ -59,6 +60,10 @@ class Passage:
     handle: Handle
     lease: Lease | None
 
+    def release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+
 
 class Cohort:
     """One cohort on this rank: its batches, and how its pieces are packed and unpacked."""
@@ -86,27 +91,38 @@ class Cohort:
         self.dtype = torch_dtype(wire_dtype)
         self.batches = _batches(work, self._table, group_of)
         self._place = {
-            item: (index, slot) for index, batch in enumerate(self.batches) for slot, item in enumerate(batch.items)
+            item: (index, position)
+            for index, batch in enumerate(self.batches)
+            for position, item in enumerate(batch.items)
         }
         # Shards stay where they are, so their views are made once; homes get fresh tensors in every step.
         self._staying = [self._owned_regions(piece) for piece in self._table.stays]
         self._leaving = [self._owned_regions(piece) for piece in self._table.sends]
         self.owned = [region for regions in (*self._staying, *self._leaving) for region in regions]
         self._device = storage.buckets[0].work.device
+        self._slots: Slots | None = None
+        self._slot: Slot | None = None
 
     @property
-    def passage_nbytes(self) -> int | None:
-        """Bytes of a slot for one passage of this cohort; None where no rank moves any of it."""
-        if self._there is None:
-            return None
+    def travels(self) -> bool:
+        """Whether any rank moves any of it."""
+        return self._there is not None
+
+    @property
+    def passage_nbytes(self) -> int:
+        """Bytes of a slot for one passage of this cohort on this rank."""
         itemsize = self.dtype.itemsize
         return passage_nbytes(sum(self._table.send_splits) * itemsize, sum(self._table.receive_splits) * itemsize)
 
-    def send(self, slots: Slots, slot: Slot | None) -> Passage:
-        """Start this cohort's pieces on their way to their homes."""
-        return self._move(self._there, _updates(self._leaving), self._table, slots, slot)
+    def assign(self, slots: Slots, slot: Slot) -> None:
+        """Where it will lie while it travels: known once the passages of all cohorts are."""
+        self._slots, self._slot = slots, slot
 
-    def unpack(self, passage: Passage, slots: Slots) -> list[Tensor]:
+    def send(self) -> Passage:
+        """Start this cohort's pieces on their way to their homes."""
+        return self._move(self._there, _updates(self._leaving), self._table)
+
+    def unpack(self, passage: Passage) -> list[Tensor]:
         """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
         received = passage.handle.wait()
         tensors = [
@@ -117,31 +133,25 @@ class Cohort:
             for target, source in zip(self._home_views(piece, tensors), here, strict=True):
                 target.copy_(source)
         self._scatter(received, [self._home_views(piece, tensors) for piece in self._table.receives])
-        if passage.lease is not None:
-            slots.release(passage.lease)
+        passage.release()
         return tensors
 
-    def send_back(self, updates: Sequence[Tensor], slots: Slots, slot: Slot | None) -> Passage:
+    def send_back(self, updates: Sequence[Tensor]) -> Passage:
         """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
         table = self._table.inverse()
         for piece, here in zip(table.stays, _updates(self._staying), strict=True):
             for target, source in zip(here, self._home_views(piece, updates), strict=True):
                 target.copy_(source)
-        return self._move(self._back, [self._home_views(piece, updates) for piece in table.sends], table, slots, slot)
+        return self._move(self._back, [self._home_views(piece, updates) for piece in table.sends], table)
 
-    def _move(
-        self,
-        op: CommOp | None,
-        outgoing: Sequence[Sequence[Tensor]],
-        table: Exchange,
-        slots: Slots,
-        slot: Slot | None,
-    ) -> Passage:
-        if op is None or slot is None:  # no rank has anything to send
+    def _move(self, op: CommOp | None, outgoing: Sequence[Sequence[Tensor]], table: Exchange) -> Passage:
+        if op is None:  # no rank has anything to send
             nothing = torch.empty(0, dtype=self.dtype, device=self._device)
             return Passage(Handle(f"{self.label}, which stays where it is", nothing), None)
         who = f"the {op.phase} of {self.label}"
-        lease = slots.lease(slot, sum(table.send_splits), sum(table.receive_splits), self.dtype, who)
+        if self._slots is None or self._slot is None:
+            raise StateError(f"{who} has been assigned no slot.")
+        lease = self._slots.lease(self._slot, sum(table.send_splits), sum(table.receive_splits), self.dtype, who)
         cursor = 0
         for regions in outgoing:
             for region in regions:
@@ -150,11 +160,10 @@ class Cohort:
         handle = self._communicator.all_to_all(op, lease.send, lease.receive, table.send_splits, table.receive_splits)
         return Passage(handle, lease)
 
-    def store(self, passage: Passage, slots: Slots) -> None:
+    def store(self, passage: Passage) -> None:
         """Write returned updates into this rank's work tensors."""
         self._scatter(passage.handle.wait(), _updates(self._leaving))
-        if passage.lease is not None:
-            slots.release(passage.lease)
+        passage.release()
 
     @staticmethod
     def _scatter(received: Tensor, views: Sequence[Sequence[Tensor]]) -> None:
@@ -180,13 +189,13 @@ class Cohort:
 
     def _home_views(self, piece: Piece, tensors: Sequence[Tensor]) -> list[Tensor]:
         matrix = self._work_plan.items[piece.item].matrix
-        batch, slot = self._place[piece.item]
+        batch, position = self._place[piece.item]
         whole = tensors[batch]
         strides = row_major_strides(matrix.box.shape)
         views = []
         for region in piece.regions:
             inside = region.shifted_from(matrix.box.starts)
-            offset = whole.storage_offset() + slot * matrix.numel + flat_index(inside.starts, matrix.box.shape)
+            offset = whole.storage_offset() + position * matrix.numel + flat_index(inside.starts, matrix.box.shape)
             views.append(whole.as_strided(region.shape, strides, offset))
         return views
 

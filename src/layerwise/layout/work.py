@@ -1,8 +1,8 @@
 """The work plan: which rank orthogonalises each logical matrix, and which matrices travel together.
 
 Homes come from LPT over all matrices of a domain at once: the dearest first, each to the least loaded rank. Matrices of
-one shape are then dealt again among the homes that LPT chose for that shape, so that as many elements as possible are
-already where they are needed; loads stay as they were.
+one shape are then dealt again among the homes that LPT chose for that shape, and ranks trade places, so that as many
+elements as possible are already where they are needed; no load grows by that.
 
 Where the storage plan keeps params whole (`padded`, `compact`) the rank that holds a matrix is its home, and nothing
 moves.
@@ -59,6 +59,9 @@ class WorkPlan:
         total = sum(self.loads)
         return max(self.loads) * self.world / total if total else 1.0
 
+
+_LOOKED_AT = 8
+"""Of ranks that hold equally much of a matrix, how many are thought of as its home."""
 
 Shape: TypeAlias = tuple[int, int]
 """Rows and columns of a matrix."""
@@ -140,14 +143,10 @@ def _longest_first(
     return home_by_key, by_rank
 
 
-def _nearest_of_equals(by_shape: Mapping[Shape, Sequence[_Candidate]], home_by_key: dict[int, int]) -> None:
+def _nearest_of_equals(shapes: Iterable[Mapping[int, Sequence[Held]]], home_by_key: dict[int, int]) -> None:
     """Among matrices of one shape, swap homes so that most elements stay where they are. Greedy, largest saving
     first."""
-    for equals in by_shape.values():
-        held = {
-            key: holder_runs(matrix, stack.bucket, stack.bucket.placements[stack.placement])
-            for key, matrix, stack in sorted(equals, key=itemgetter(0))
-        }
+    for held in shapes:
         free = Counter(home_by_key[key] for key in held)
         placed, saved = _greedily(held, free)
         left = iter(sorted(free.elements()))
@@ -183,6 +182,37 @@ def _greedily(held: Mapping[int, Sequence[Held]], free: Counter[int]) -> tuple[d
                     saved += numel
                     break
     return placed, saved
+
+
+def _nearest_ranks(
+    shapes: Iterable[Mapping[int, Sequence[Held]]], home_by_key: Mapping[int, int], before: Sequence[int]
+) -> list[int]:
+    """For every rank the one that takes over all its work, so that more elements stay where they are. Only ranks with
+    the same load before trade places. Greedy, largest saving first."""
+    world = len(before)
+    stays: defaultdict[int, int] = defaultdict(int)  # by home * world + rank: quicker than by pairs
+    for held in shapes:
+        for key, runs in held.items():
+            home = home_by_key[key]
+            for first, stop, numel in runs:
+                if first <= home < stop:
+                    stays[home * world + home] += numel
+                    continue
+                # Within a run all are alike: it is enough to look at some, and at other ones for other homes.
+                for step in range(min(stop - first, _LOOKED_AT)):
+                    stays[home * world + first + (home + step) % (stop - first)] += numel
+    place: dict[int, int] = {}
+    free = set(range(world))
+    for _, pair in sorted((-numel, pair) for pair, numel in stays.items()):
+        home, rank = divmod(pair, world)
+        if home not in place and rank in free and before[home] == before[rank]:
+            place[home] = rank
+            free.remove(rank)
+    left = set(range(world)).difference(place)
+    for home, rank in zip(*(sorted(some, key=lambda rank: (before[rank], rank)) for some in (left, free)), strict=True):
+        place[home] = rank
+    gained = sum(stays.get(home * world + rank, 0) - stays.get(home * world + home, 0) for home, rank in place.items())
+    return [place[rank] if gained > 0 else rank for rank in range(world)]
 
 
 def _given_home(stack: _Stack) -> int | None:
@@ -266,14 +296,23 @@ def plan_work(
         if home is None:
             for key, matrix in enumerate(stack.matrices, start=stack.first_key):
                 by_shape[matrix.rows, matrix.cols].append(_Candidate(key, matrix, stack))
-    home_by_key, loads = _longest_first(by_shape, _given_loads(stacks, given, world))
-    _nearest_of_equals(by_shape, home_by_key)
+    before = _given_loads(stacks, given, world)
+    home_by_key, loads = _longest_first(by_shape, before)
+    held_by_shape = [
+        {
+            key: holder_runs(matrix, stack.bucket, stack.bucket.placements[stack.placement])
+            for key, matrix, stack in sorted(equals, key=itemgetter(0))
+        }
+        for equals in by_shape.values()
+    ]
+    _nearest_of_equals(held_by_shape, home_by_key)
+    place = _nearest_ranks(held_by_shape, home_by_key, before)
     cohorts = _cohorts(stacks, given, world, cohort_numel)
     items: list[WorkItem] = []
     for stack, home in zip(stacks, given, strict=True):
         count = len(stack.matrices)
         keys = range(stack.first_key, stack.first_key + count)
-        homes = [home_by_key[key] for key in keys] if home is None else [home] * count
+        homes = [place[home_by_key[key]] for key in keys] if home is None else [home] * count
         where = [stack.bucket.index] * count, [stack.placement] * count
         mine = cohorts[len(items) : len(items) + count]
         items.extend(map(WorkItem._make, zip(stack.matrices, *where, homes, mine, strict=True)))
@@ -282,5 +321,5 @@ def plan_work(
         world=world,
         items=tuple(items),
         num_cohorts=cohorts[-1] + 1 if cohorts else 0,
-        loads=tuple(loads),
+        loads=tuple(load for _, load in sorted(zip(place, loads, strict=True))),
     )

@@ -16,7 +16,6 @@ from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
 from layerwise.layout.schedule import CommSchedule, pipelined
-from layerwise.layout.slots import Slot
 from layerwise.optim.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, state_names
 from layerwise.optim.groups import GroupPlan
 
@@ -95,16 +94,13 @@ class Update:
             ]
             for work in (engine.plan.works if exchange else ())
         ]
-        passages = [[cohort.passage_nbytes for cohort in cohorts] for cohorts in self._cohorts]
+        travelling = [[cohort for cohort in cohorts if cohort.travels] for cohorts in self._cohorts]
         self.slots = engine.slots = engine.storage.slots(
-            [[nbytes for nbytes in each if nbytes is not None] for each in passages]
+            [[cohort.passage_nbytes for cohort in cohorts] for cohorts in travelling]
         )
-        self._slot_of: dict[Cohort, Slot | None] = {}
-        for cohorts, planned in zip(self._cohorts, self.slots.plan.slots, strict=True):
-            places = iter(planned)
-            self._slot_of.update(
-                {cohort: None if cohort.passage_nbytes is None else next(places) for cohort in cohorts}
-            )
+        for cohorts, slots in zip(travelling, self.slots.plan.slots, strict=True):
+            for cohort, slot in zip(cohorts, slots, strict=True):
+                cohort.assign(self.slots, slot)
         self._home_state = {
             batch: {
                 name: torch.zeros(len(batch.items), *shape, device=self._buckets[0].work.device)
@@ -181,10 +177,10 @@ class Update:
             cohort = cohorts[number_]
             if phase == "exchange":
                 with scope(f"exchange of {cohort.label}"):
-                    incoming[number_] = cohort.send(self.slots, self._slot_of[cohort])
+                    incoming[number_] = cohort.send()
                 continue
             meanwhile()
-            matrices = cohort.unpack(incoming.pop(number_), self.slots)
+            matrices = cohort.unpack(incoming.pop(number_))
             with scope(f"orthogonalise {cohort.label}"):
                 directions = [
                     self._direction(batch, tensor, options[batch.group])
@@ -194,7 +190,7 @@ class Update:
             if number_ > 0:
                 self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1), options)
             with scope(f"return of {cohort.label}"):
-                returning[number_] = cohort.send_back(directions, self.slots, self._slot_of[cohort])
+                returning[number_] = cohort.send_back(directions)
             del directions
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
@@ -208,7 +204,7 @@ class Update:
 
     def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[Options]) -> None:
         """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
-        cohort.store(passage, self.slots)
+        cohort.store(passage)
         factors = []
         for region in cohort.owned:
             live = options[self._group_of[region.fqn]]
@@ -236,10 +232,10 @@ class Update:
 
     def _add_home_state(self, found: dict[str, dict[str, Tensor]]) -> None:
         here = {
-            (label, name): tensor[slot]
+            (label, name): tensor[position]
             for batch, tensors in self._home_state.items()
             for name, tensor in tensors.items()
-            for slot, label in enumerate(batch.labels)
+            for position, label in enumerate(batch.labels)
         }
         for work in self._engine.plan.works:
             for item in work.items:

@@ -100,13 +100,17 @@ def test_the_busiest_rank_is_within_four_thirds_of_the_best_assignment(
     assert max(work.loads) <= bound * best_makespan(cost_of(work), world)
 
 
-def assigned(table: ParamTable, world: int, bucket_numel: int, *, redeal: bool) -> tuple[WorkPlan, int]:
-    """The work plan with or without dealing equals again, and the elements that move."""
+def assigned(
+    table: ParamTable, world: int, bucket_numel: int, *, redeal: bool, trade: bool = False
+) -> tuple[WorkPlan, int]:
+    """The work plan with or without dealing equals again and trading places, and the elements that move."""
     routes = route_params(table)
     buffers = plan_storage(table, routes, world_by_domain={"dense": world}, layout="flat", bucket_numel=bucket_numel)
     with pytest.MonkeyPatch.context() as patch:
         if not redeal:
-            patch.setattr(work_module, "_nearest_of_equals", lambda candidates, home_by_key: None)
+            patch.setattr(work_module, "_nearest_of_equals", lambda shapes, home_by_key: None)
+        if not trade:
+            patch.setattr(work_module, "_nearest_ranks", lambda shapes, home_by_key, before: list(range(len(before))))
         work = plan_work(buffers, routes, domain="dense", world=world)
     buckets = {bucket.index: bucket for buffer in buffers for bucket in buffer.buckets}
     moved = 0
@@ -153,6 +157,46 @@ def test_dealing_equals_again_never_moves_more_elements(table: ParamTable, world
     _, plain = assigned(table, world, bucket_numel, redeal=False)
     _, dealt = assigned(table, world, bucket_numel, redeal=True)
     assert dealt <= plain
+
+
+def test_two_matrices_that_lie_with_two_ranks_stay_there() -> None:
+    """The larger one, which finds its home first, lies with the second rank."""
+    table = table_of([("a.weight", (32, 24)), ("b.weight", (48, 16))])
+    assert assigned(table, 2, 2**20, redeal=True)[1] == 2 * 768
+    work, moved = assigned(table, 2, 2**20, redeal=True, trade=True)
+    assert moved == 0
+    assert {item.matrix.fqn: item.home for item in work.items} == {"b.weight": 0, "a.weight": 1}
+
+
+@LIGHT
+@given(equal_tables, st.integers(2, 6), bucket_sizes)
+def test_trading_places_keeps_loads_and_never_moves_more_elements(
+    table: ParamTable, world: int, bucket_numel: int
+) -> None:
+    before, plain = assigned(table, world, bucket_numel, redeal=True)
+    after, traded = assigned(table, world, bucket_numel, redeal=True, trade=True)
+    assert traded <= plain
+    assert sorted(after.loads) == sorted(before.loads)
+    assert len({(old.home, new.home) for old, new in zip(before.items, after.items, strict=True)}) == len(
+        {item.home for item in before.items}
+    )
+
+
+def test_ranks_with_different_loads_before_do_not_trade_places() -> None:
+    """Matrix 0 lies with rank 1, matrix 1 with rank 2, matrix 2 with rank 0; each has its home one rank further down."""
+    shapes = [{0: [(1, 2, 10)], 1: [(2, 3, 10)], 2: [(0, 1, 10)]}]
+    homes = {0: 0, 1: 1, 2: 2}
+    assert work_module._nearest_ranks(shapes, homes, [0, 0, 0]) == [1, 2, 0]
+    assert work_module._nearest_ranks(shapes, homes, [7, 0, 0]) == [0, 2, 1]
+    assert work_module._nearest_ranks(shapes, homes, [7, 0, 7]) == [2, 1, 0]
+    assert work_module._nearest_ranks(shapes, homes, [7, 0, 3]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("world", [16, 64])
+def test_trading_places_moves_fewer_elements_of_a_transformer(world: int) -> None:
+    shapes = [("qkv", (96, 64)), ("out", (64, 64)), ("up", (256, 64)), ("down", (64, 256))]
+    table = table_of([(f"blocks.{layer}.{name}.weight", shape) for layer in range(4) for name, shape in shapes])
+    assert assigned(table, world, 50_000, redeal=True, trade=True)[1] < assigned(table, world, 50_000, redeal=True)[1]
 
 
 @LIGHT

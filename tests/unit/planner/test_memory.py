@@ -136,9 +136,9 @@ def test_one_cohort_holds_a_matrix_its_update_and_what_travels() -> None:
     """Two matrices of different sizes on two ranks: each is cut in the middle of the bucket, so something moves."""
     table = table_of([("a.weight", (64, 64)), ("b.weight", (64, 32))])
     first, second = planned(table, world=2, layout="flat")
-    # Shards of 3072: b and a quarter of a before the border, the rest of a after it; the dearer one goes to rank 0.
-    assert first.slots == 2 * 4096 * 2 + (2048 + 3072) * 2
-    assert second.slots == 2 * 2048 * 2 + (3072 + 2048) * 2
+    # Shards of 3072: b and a quarter of a before the border, the rest of a after it; only that quarter travels.
+    assert first.slots == 2 * 2048 * 2 + 1024 * 2
+    assert second.slots == 2 * 4096 * 2 + 1024 * 2
 
 
 def test_slots_in_idle_gradients_cost_nothing_where_they_fit() -> None:

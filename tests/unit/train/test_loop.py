@@ -2,6 +2,7 @@ import dataclasses
 import math
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,15 @@ def test_every_rule_precision_and_layout_trains(text: str, optim: OptimConfig, p
     assert end.final_val_bpb < end.first_val_bpb
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_first_interrupt_finishes_the_step_and_ends_the_run_properly(text: str) -> None:
     recorder = Recorder(interrupt_at=4)
     end = train(config_of(text, steps=50), ALONE, (recorder,))
@@ -142,6 +152,7 @@ def test_first_interrupt_finishes_the_step_and_ends_the_run_properly(text: str) 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_second_interrupt_ends_it_now() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)

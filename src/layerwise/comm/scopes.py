@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -26,21 +26,23 @@ def scope(name: str) -> AbstractContextManager[object]:
 
 @dataclass(slots=True)
 class Flight:
-    """When a collective was launched and when its last part arrived, by `time.perf_counter_ns`."""
+    """When a collective was launched and when its parts arrived, by `time.perf_counter_ns`."""
 
     label: str
     launched_ns: int
-    landed_ns: int | None = None
-    """None while it is under way."""
+    parts: int = 1
     is_exact: bool = True
-    """Whether the backend said when it arrived. Otherwise it is when waiting for it ended."""
-    works: tuple[Any, ...] = ()
-    """Kept until nobody records any more: a work that is dropped while a thread of the backend tells its future takes the
-    process with it."""
+    """Whether the backend tells when a part arrived. Otherwise it is when waiting for it ended."""
+    arrivals_ns: list[int] = field(default_factory=list)
 
     def land(self, _: object = None) -> None:
-        """A part of it has arrived."""
-        self.landed_ns = max(self.landed_ns or 0, time.perf_counter_ns())
+        """A part of it has arrived. Called in threads of the backend, several at once."""
+        self.arrivals_ns.append(time.perf_counter_ns())
+
+    @property
+    def landed_ns(self) -> int | None:
+        """When its last part arrived; None while it is under way."""
+        return max(self.arrivals_ns) if len(self.arrivals_ns) >= self.parts else None
 
 
 _flights: list[Flight] | None = None
@@ -58,12 +60,20 @@ def recorded_flights() -> Iterator[list[Flight]]:
         _flights = before
 
 
+def settle(flights: Sequence[Flight], timeout_s: float) -> None:
+    """Return when the backend has told of every arrival, or has had its time. A profiler that stops before takes the
+    process with it, now and then: its callbacks and ours end in the same threads."""
+    deadline = time.monotonic() + timeout_s
+    while any(flight.is_exact and flight.landed_ns is None for flight in flights) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def note_flight(label: str, result: Tensor, works: Sequence[Any]) -> Flight | None:
     """A collective was launched. One on a device that calls itself complete at once is left out: that is NCCL, whose kernels
     the profiler names."""
     if _flights is None or not works:
         return None
-    flight = Flight(label, time.perf_counter_ns(), works=tuple(works))
+    flight = Flight(label, time.perf_counter_ns())
     try:
         futures = [work.get_future() for work in works]
     except RuntimeError:  # gloo's reduce-scatter has none
@@ -71,6 +81,7 @@ def note_flight(label: str, result: Tensor, works: Sequence[Any]) -> Flight | No
     else:
         if result.is_cuda and all(future.done() for future in futures):
             return None
+        flight.parts = len(futures)
         for future in futures:
             future.add_done_callback(flight.land)
     _flights.append(flight)

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from layerwise.comm.scopes import Flight, recorded_flights
+from layerwise.comm.scopes import Flight, recorded_flights, settle
 
 _CLOCK = "layerwise::clock"
 _FIRST_TRACK = 1_000_000_000  # tracks are threads to the format: far from the number of any real one
+
+_SETTLE_S = 10.0
+"""What is under way when a recording ends has been launched by all ranks; only if one of them failed does it never arrive."""
 
 Event = dict[str, Any]
 
@@ -49,6 +52,7 @@ def recorded(path: str | Path, rank: int, device: torch.device) -> Iterator[None
                 torch.cuda.synchronize(device)
             end_ns = time.perf_counter_ns()
         finally:
+            settle(flights, _SETTLE_S)
             profiler.stop()
     try:
         _write(profiler, path_of(path, rank), rank, flights, clock_ns, end_ns)

@@ -60,7 +60,7 @@ class WorkPlan:
         return max(self.loads) * self.world / total if total else 1.0
 
 
-_LOOKED_AT = 8
+_LOOKED_AT = 4
 """Of ranks that hold equally much of a matrix, how many are thought of as its home."""
 
 Shape: TypeAlias = tuple[int, int]
@@ -194,13 +194,15 @@ def _nearest_ranks(
     for held in shapes:
         for key, runs in held.items():
             home = home_by_key[key]
+            row = home * world
             for first, stop, numel in runs:
-                if first <= home < stop:
-                    stays[home * world + home] += numel
-                    continue
-                # Within a run all are alike: it is enough to look at some, and at other ones for other homes.
-                for step in range(min(stop - first, _LOOKED_AT)):
-                    stays[home * world + first + (home + step) % (stop - first)] += numel
+                if stop - first == 1:
+                    stays[row + first] += numel
+                elif first <= home < stop:
+                    stays[row + home] += numel
+                else:  # All in it are alike: it is enough to look at some, and at other ones for other homes.
+                    for step in range(home, home + min(stop - first, _LOOKED_AT)):
+                        stays[row + first + step % (stop - first)] += numel
     place: dict[int, int] = {}
     free = set(range(world))
     for _, pair in sorted((-numel, pair) for pair, numel in stays.items()):

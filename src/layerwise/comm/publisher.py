@@ -150,9 +150,10 @@ class Publisher:
                 bucket.launch()
 
     def _land(self, bucket: Bucket) -> None:
-        flight = self._flights.pop(bucket.plan.index, None)
+        flight = self._flights.get(bucket.plan.index)
         if flight is not None:
-            flight.wait()
+            flight.wait()  # which may fail: only what has arrived is no flight any more
+            del self._flights[bucket.plan.index]
         bucket.land()
         if self._guards:
             self._guards[bucket.plan.index].disarm()

@@ -57,6 +57,8 @@ class Publisher:
         self._prefetch, self._aligned = prefetch, aligned
         self._guards = [self._guard(bucket) for bucket in storage.buckets] if overlap else []
         self._flights: dict[int, Handle] = {}
+        # Whoever reads a weight may be a thread of the user's own, while another one waits for the same gather.
+        self._lock = threading.RLock()
         self._launched = len(storage.buckets)
         # Backward reduces the end of the model first, forward reads its beginning first.
         self._set_order(list(reversed(range(len(storage.buckets)))))
@@ -87,24 +89,27 @@ class Publisher:
 
     def begin(self) -> None:
         """Masters have moved: all replicas are stale. Gathers now, or as forward asks for them."""
-        self._launched = 0
-        self._storage.note_update()
-        if not self.overlap:
-            self.ensure_all()
-            return
-        for guard in self._guards:
-            guard.arm()
-        self._launch_to(self._first)
-        for bucket in self._unguarded.values():
-            self.ensure(bucket)
+        with self._lock:
+            self._launched = 0
+            self._storage.note_update()
+            if not self.overlap:
+                self.ensure_all()
+                return
+            for guard in self._guards:
+                guard.arm()
+            self._launch_to(self._first)
+            for bucket in self._unguarded.values():
+                self.ensure(bucket)
 
     @torch.no_grad()
     def ensure(self, bucket: Bucket) -> None:
         """Make this rank's replica of a bucket as new as its master."""
         if bucket.replica_version == bucket.master_version:
             return
-        self._launch_to(self._reach[bucket.plan.index])
-        self._land(bucket)
+        with self._lock:
+            if bucket.replica_version != bucket.master_version:  # still, after another thread's turn
+                self._launch_to(self._reach[bucket.plan.index])
+                self._land(bucket)
 
     def _ensure_read(self, bucket: Bucket) -> None:
         """Somebody reads a weight outside its module's forward, and its gather may not be under way. That may be one rank alone,
@@ -128,14 +133,16 @@ class Publisher:
 
     def launch_all(self) -> None:
         """Launch what is left, and wait for nothing."""
-        self._launch_to(len(self._order) - 1)
+        with self._lock:
+            self._launch_to(len(self._order) - 1)
 
     def ensure_all(self) -> None:
         """Bring every bucket up to date."""
-        self.launch_all()
-        for index in self._order:
-            if self._storage.buckets[index].replica_state is not ReplicaState.FRESH:
-                self._land(self._storage.buckets[index])
+        with self._lock:
+            self.launch_all()
+            for index in self._order:
+                if self._storage.buckets[index].replica_state is not ReplicaState.FRESH:
+                    self._land(self._storage.buckets[index])
 
     @torch.no_grad()
     def _launch_to(self, position: int) -> None:

@@ -1,0 +1,69 @@
+"""Flights that fail, and readers that come at once. World 1 takes the same path; only what is under way is made up."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import layerwise
+from layerwise.buffers.storage import Bucket
+from layerwise.comm.handles import Handle
+from layerwise.comm.publisher import Publisher
+
+
+class Work:
+    """A gather that arrives when it is told to, or fails as often as it is waited for."""
+
+    def __init__(self, bucket: Bucket, error: Exception | None = None) -> None:
+        self.bucket, self.error = bucket, error
+        self.arrived = threading.Event()
+        self.is_waited_for = threading.Event()
+
+    def wait(self) -> None:
+        self.is_waited_for.set()
+        if self.error is not None:
+            raise self.error
+        assert self.arrived.wait(timeout=10)
+        self.bucket.replica.fill_(7.0)
+
+    def is_completed(self) -> bool:
+        return self.arrived.is_set()
+
+
+def stale(error: Exception | None = None) -> tuple[layerwise.DataParallel, Work]:
+    """A model whose one bucket is under way."""
+    model = layerwise.DataParallel(nn.Linear(4, 4, bias=False))
+    (bucket,) = model.engine.storage.buckets
+    work = Work(bucket, error)
+    bucket.advance()
+    with mock.patch.object(Publisher, "_start", lambda *_: Handle("a gather", bucket.replica, (), (work,))):
+        model.engine.publisher.begin()
+    return model, work
+
+
+def test_a_gather_that_failed_leaves_no_weight_that_counts_as_new() -> None:
+    model, _ = stale(RuntimeError("connection closed"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            model(torch.ones(1, 4))
+
+
+def test_a_second_thread_does_not_read_what_the_first_still_waits_for() -> None:
+    model, work = stale()
+    found: list[float] = []
+    readers = [
+        threading.Thread(target=lambda: found.append(float(model.module.weight.detach().sum()))) for _ in range(2)
+    ]
+    for reader in readers:
+        reader.start()
+        assert work.is_waited_for.wait(timeout=10)
+    readers[1].join(timeout=0.2)
+    assert readers[1].is_alive() and not found
+    work.arrived.set()
+    for reader in readers:
+        reader.join(timeout=10)
+    assert found == [7.0 * 16] * 2

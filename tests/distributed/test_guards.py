@@ -703,3 +703,33 @@ def warnings_as_errors(rank: int, world: int) -> str:
 def test_a_warning_that_is_an_error_is_one_on_every_rank() -> None:
     for text in run_shortly(2, warnings_as_errors):
         assert "under the matrix rule" in text
+
+
+class Backwards(nn.Sequential):
+    """Runs its modules from the last to the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
+def order_as_an_error(rank: int, world: int) -> tuple[list[str], int]:
+    model = layerwise.DataParallel(Backwards(*(nn.Linear(8, 8) for _ in range(3))), bucket_mib=0.0001)
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+    found = []
+    for action in ("error", "ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter(action)  # type: ignore[arg-type]
+            try:
+                model(torch.ones(1, 8)).sum().backward()
+                optimizer.step()
+            except Exception as error:
+                found.append(str(error))
+    return found, optimizer.stats.step
+
+
+def test_an_order_that_is_an_error_is_one_on_every_rank_and_nothing_has_moved() -> None:
+    for found, steps in run_shortly(2, order_as_an_error):
+        assert len(found) == 1 and "modules run in another order" in found[0]
+        assert steps == 1

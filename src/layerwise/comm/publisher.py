@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -188,26 +189,32 @@ class Publisher:
 
     def learn_order(self, groups: Groups) -> None:
         """Once, in the first step: gather in the order in which forward asked, from now on. Ranks of a stage take their
-        first one's word, since they must launch alike. No gather may be left to launch."""
+        first one's word, since they must launch alike. No gather may be left to launch, and none be due: it may raise."""
         if self._asked is None:
             return
-        asked = list(self._asked)
-        if groups.control is not None:
-            told = share(groups, lambda: {"order": asked})
-            asked = told[min(groups.stages[groups.stage])]["order"]  # type: ignore[assignment]
+        asked, first = self._asked, min(groups.stages[groups.stage])
+
+        def mine() -> dict[str, object]:
+            # In here, because a warning may be an error, and one on one rank must be one on all.
+            if groups.rank == first and self._expected(asked) != asked:
+                name = self._storage.buckets[asked[0]].plan.placements[0].fqn
+                warnings.warn(
+                    "modules run in another order than they were registered in: params are gathered as they run from now "
+                    f"on, first the bucket of {name!r}.",
+                    stacklevel=5,
+                )
+            return {"order": asked}
+
+        told: Any = share(groups, mine)
+        order = told[first]["order"]
         self._asked = None
         for then in self._when_learned:
             then()
-        expected = [index for index in self._order if index in asked]
-        if expected != asked:
-            if groups.rank == min(groups.stages[groups.stage]):
-                names = [self._storage.buckets[index].plan.placements[0].fqn for index in asked]
-                warnings.warn(
-                    "modules run in another order than they were registered in: params are gathered as they run from now "
-                    f"on, first the bucket of {names[0]!r}.",
-                    stacklevel=3,
-                )
-            self._set_order([*asked, *(index for index in self._order if index not in asked)])
+        self._set_order([*order, *(index for index in self._order if index not in order)])
+
+    def _expected(self, asked: Collection[int]) -> list[int]:
+        """The same buckets in the order in which they would be gathered."""
+        return [index for index in self._order if index in asked]
 
     # -- compiled modules ----------------------------------------------------------------------------
 

@@ -425,12 +425,12 @@ class Optimizer(torch.optim.Optimizer):
             self._scaler.update(overflow=bool(totals.nonfinite))
         clipped = NOTHING_CLIPPED
         if not reason:
+            self._engine.publisher.learn_order(self._engine.groups)
             self._step_count += 1
             self._engine.reducer.step_number = self._step_count
             self._update.apply(self.param_groups, divisor, coefficients, self._step_count)
             if self._clipper is not None:
                 clipped = self._clipper.apply()
-            self._engine.publisher.learn_order(self._engine.groups)
             self._engine.publisher.begin()
             self._engine.sent_nbytes.update(self._engine.publisher.due_nbytes)
         self.stats = replace(

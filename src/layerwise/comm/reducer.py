@@ -89,6 +89,8 @@ class GradReducer:
         self._next = 0
         self._is_last_round = True
         self._is_finished = False
+        self.sync = True
+        """Whether gradients are of the last microbatch now: not in a `no_sync()` block."""
         self.step_number = 0
         """Steps taken so far: what stochastic rounding goes by, so that a run can be resumed."""
         self._num_rounds = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine, Settings
 from layerwise.comm.groups import Mesh, all_ranks, arranged, check_mesh, derive_together, describe_mesh, num_stages
+from layerwise.comm.reducer import GradReducer
 from layerwise.comm.scopes import scope
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
@@ -133,13 +135,13 @@ class DataParallel(nn.Module):
         self.module = module if isinstance(module, nn.Module) else nn.ModuleList(chunks)
         self.engine = Engine(chunks, arranged(everyone, mesh, checked=check_collectives), settings, hooked=True)
         self.engine.spread_from_first()
-        self._sync = True
         if overlap_param_gather:
             storage = self.engine.storage
             bucket_of = {param: storage.buckets[self.plan.bucket_of[fqn]] for fqn, param in storage.params.items()}
             watch_forward(self.engine.chunks, bucket_of, self.engine.publisher)
         for fqn, param in self.engine.storage.params.items():
-            param.register_post_accumulate_grad_hook(self._take_gradient(fqn))  # type: ignore[no-untyped-call]
+            hook = _take_gradient(fqn, weakref.ref(self.engine.reducer))
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def plan(self) -> Plan:
@@ -163,18 +165,19 @@ class DataParallel(nn.Module):
         With `shard_grads` there is no room to accumulate them whole: they are reduced by the end of the block, and the
         sums accumulate. Every rank has to enter as many blocks then.
         """
-        before, self._sync = self._sync, False
+        reducer = self.engine.reducer
+        before, reducer.sync = reducer.sync, False
         try:
             yield
         except BaseException:
-            self._sync = before
+            reducer.sync = before
             if before:
                 # Other ranks may have had no exception, and reduce this round; but this one is to be heard at once.
-                self.engine.reducer.end_round(wait=False)
+                reducer.end_round(wait=False)
             raise
-        self._sync = before
+        reducer.sync = before
         if before:
-            self.engine.reducer.end_round()
+            reducer.end_round()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as `optimizer.zero_grad()` does."""
@@ -200,17 +203,6 @@ class DataParallel(nn.Module):
         """
         self.engine.pull_from_replicas()
 
-    def _take_gradient(self, fqn: str) -> Callable[[Tensor], None]:
-        def hook(param: Tensor) -> None:
-            grad, param.grad = param.grad, None
-            if grad is None:
-                return
-            refuse_sparse(fqn, grad)
-            with scope(f"gradient hook of {fqn}"):
-                self.engine.reducer.write(fqn, grad, sync=self._sync)
-
-        return hook
-
     def __deepcopy__(self, memo: dict[int, object]) -> DataParallel:
         raise TypeError(
             "a DataParallel cannot be copied: its params are views of buffers that ranks share. Copy .module before wrapping."
@@ -218,6 +210,23 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         raise TypeError("a DataParallel cannot be pickled: save model.module.state_dict() instead.")
+
+
+def _take_gradient(fqn: str, reducer_of: Callable[[], GradReducer | None]) -> Callable[[Tensor], None]:
+    """A hook that brings a param's gradient to its bucket. Python cannot see through such a hook: one that held the
+    reducer, and with it the param, would keep the whole model for ever."""
+
+    def hook(param: Tensor) -> None:
+        reducer = reducer_of()
+        grad = param.grad
+        if reducer is None or grad is None:
+            return
+        param.grad = None
+        refuse_sparse(fqn, grad)
+        with scope(f"gradient hook of {fqn}"):
+            reducer.write(fqn, grad, sync=reducer.sync)
+
+    return hook
 
 
 def _chunks_of(module: object) -> tuple[nn.Module, ...]:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,11 +39,11 @@ def test_no_sync_ends_with_its_block_even_when_that_fails_or_is_nested() -> None
     model, _ = wrapped()
     try:
         with model.no_sync(), model.no_sync():
-            assert not model._sync
+            assert not model.engine.reducer.sync
             raise FloatingPointError
     except FloatingPointError:
         pass
-    assert model._sync
+    assert model.engine.reducer.sync
 
 
 def test_the_plan_explains_itself() -> None:
@@ -111,3 +114,29 @@ def test_a_model_without_values_on_one_rank_is_an_error_on_both() -> None:
         "PlanMismatchError: rank 1 failed where others did not: ValueError: param 'bias' is on the meta"
     )
     assert second.startswith("ValueError: param 'bias' is on the meta device: it has no values.")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_of_a_model_that_nobody_has_any_more_stays_in_memory(overlap: bool) -> None:
+    module = Net()
+    model = layerwise.DataParallel(module, overlap_param_gather=overlap)
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+    net_loss(model, 0, 0).backward()
+    optimizer.step()
+    kept = [weakref.ref(model), weakref.ref(model.engine.storage), weakref.ref(model.engine.storage.buckets[0].replica)]
+    del model, optimizer
+    net_loss(module, 0, 1).backward()
+    assert all(param.grad is not None for param in module.parameters())  # nobody takes them away any more
+    del module
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+
+
+def test_the_module_and_the_optimizer_do_without_the_wrapper() -> None:
+    module = Net()
+    optimizer = layerwise.Optimizer(
+        layerwise.DataParallel(module), matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1)
+    )
+    net_loss(module, 0, 0).backward()
+    optimizer.step()
+    assert not optimizer.stats.missing

@@ -23,7 +23,7 @@ from layerwise.layout.schedule import CommSchedule
 from layerwise.optim.groups import GroupPlan, check_options, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler, checked_loss_scale
 from layerwise.optim.policy import ClipScope, GradientPolicy, OnNonFinite
-from layerwise.optim.qk_clip import NOTHING_CLIPPED, Clipper, Watched, plan_clipping
+from layerwise.optim.qk_clip import NOTHING_CLIPPED, Clipped, Clipper, Watched, plan_clipping
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
 from layerwise.optim.stats import Seen, StatsPass, StepStats, Totals, assign_norm_groups
 from layerwise.optim.update import Update
@@ -111,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
         self._has_checked_replicas = False
         self._changed: set[str] = set()
         self._step_count = 0
+        self._is_half_way = False
         self.stats = StepStats()
 
         def plan_arguments() -> Planned:
@@ -283,6 +284,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, object]:
         """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Masters are those of the
         weights as they are: what the user wrote into them counts."""
+        self._refuse_half_way()
         self._changed |= self._engine.storage.pull_changed_params()
         return export_state(super().state_dict(), self._extra_state())
 
@@ -357,6 +359,7 @@ class Optimizer(torch.optim.Optimizer):
         """What this rank alone can see to be wrong. It is raised after the stats, when all ranks know: one that raised
         before would leave the others waiting in a collective."""
         try:
+            self._refuse_half_way()
             self._engine.check_trainables()
             self._engine.storage.check_aliases()
             self._check_options()
@@ -426,12 +429,7 @@ class Optimizer(torch.optim.Optimizer):
         clipped = NOTHING_CLIPPED
         if not reason:
             self._engine.publisher.learn_order(self._engine.groups)
-            self._step_count += 1
-            self._engine.reducer.step_number = self._step_count
-            self._update.apply(self.param_groups, divisor, coefficients, self._step_count)
-            if self._clipper is not None:
-                clipped = self._clipper.apply()
-            self._engine.publisher.begin()
+            clipped = self._move_masters(divisor, coefficients)
             self._engine.sent_nbytes.update(self._engine.publisher.due_nbytes)
         self.stats = replace(
             _stats_from(totals, coefficients),
@@ -448,6 +446,25 @@ class Optimizer(torch.optim.Optimizer):
         if totals.nonfinite and self._policy.nonfinite == "raise":
             raise NonFiniteError(
                 f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
+            )
+
+    def _move_masters(self, divisor: float, coefficients: Mapping[str, float]) -> Clipped:
+        """Update, clip, publish. An exception in here (no memory, an interrupt) leaves some masters new and some old, not the
+        same ones on every rank, and is remembered."""
+        self._is_half_way = True
+        self._step_count += 1
+        self._engine.reducer.step_number = self._step_count
+        self._update.apply(self.param_groups, divisor, coefficients, self._step_count)
+        clipped = self._clipper.apply() if self._clipper is not None else NOTHING_CLIPPED
+        self._engine.publisher.begin()
+        self._is_half_way = False
+        return clipped
+
+    def _refuse_half_way(self) -> None:
+        if self._is_half_way:
+            raise StateError(
+                f"step {self._step_count} ended half way, by an exception: some masters are new and some old, and ranks may differ "
+                "in which. Build the model and the optimizer anew and load a checkpoint."
             )
 
 

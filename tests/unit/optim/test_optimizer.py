@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import layerwise
+from layerwise.errors import StateError
 from layerwise.optim.policy import GradientPolicy
 from layerwise.optim.stats import Totals
+from layerwise.optim.update import Update
 from tests.worlds import Case, Net, Zoo, deliver, gradient, hash_everything, net_loss, wrap
 
 
@@ -157,3 +160,15 @@ def test_bytes_are_counted_from_one_step_to_the_next() -> None:
         net_loss(model, 0, step).backward()
         optimizer.step()
         assert dict(optimizer.stats.bytes_by_collective) == optimizer.schedule.bytes_by_collective(0)
+
+
+def test_a_step_that_ends_half_way_is_the_last_and_is_never_saved() -> None:
+    model, optimizer = zoo()
+    feed(model)
+    with mock.patch.object(Update, "_direction", side_effect=MemoryError), pytest.raises(MemoryError):
+        optimizer.step()
+    feed(model)
+    with pytest.raises(StateError, match="step 1 ended half way"):
+        optimizer.step()
+    with pytest.raises(StateError, match="step 1 ended half way"):
+        optimizer.state_dict()

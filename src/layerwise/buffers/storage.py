@@ -94,9 +94,16 @@ class Bucket:
             self.replica_shard.copy_(self.master)
 
     def refresh_master(self) -> None:
-        """Take the replica as the truth, for params that were changed from outside."""
+        """Take the replica as the truth, before there was any step."""
         if self.master.data_ptr() != self.replica_shard.data_ptr():
             self.master.copy_(self.replica_shard)
+
+    def pull(self, part: slice) -> None:
+        """Take over what was written into a part of this rank's shard of the replica. Where that is what the master rounds
+        to, the master knows better: weights and masters may both have been loaded, in either order."""
+        if self.master.data_ptr() != self.replica_shard.data_ptr():
+            master, seen = self.master[part], self.replica_shard[part]
+            master.copy_(torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype)))
 
 
 class GradRing:
@@ -304,10 +311,7 @@ class Storage:
             }
             for span in bucket.spans:
                 if span.fqn in changed:
-                    master, seen = bucket.master[span.part], bucket.replica_shard[span.part]
-                    # Where the replica is what the master rounds to, the master knows better: weights and masters may
-                    # both have been loaded, in either order.
-                    master.copy_(torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype)))
+                    bucket.pull(span.part)
             self._versions.update({fqn: self.params[fqn]._version for fqn in changed})
             all_changed |= changed
         return all_changed

@@ -314,4 +314,5 @@ class Engine:
         """Take the weights that forward reads as the truth, after the user changed them."""
         self.publisher.ensure_all()
         for bucket in self.storage.buckets:
-            bucket.refresh_master()
+            for span in bucket.spans:
+                bucket.pull(span.part)

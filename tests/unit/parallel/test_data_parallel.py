@@ -140,3 +140,14 @@ def test_the_module_and_the_optimizer_do_without_the_wrapper() -> None:
     net_loss(module, 0, 0).backward()
     optimizer.step()
     assert not optimizer.stats.missing
+
+
+def test_pulling_one_changed_weight_leaves_the_fp32_bits_of_all_others() -> None:
+    model = layerwise.DataParallel(nn.Linear(4, 4, bias=False, dtype=torch.bfloat16), overlap_param_gather=False)
+    (bucket,) = model.engine.storage.buckets
+    bucket.master.add_(2.0**-20)
+    before = bucket.master.clone()
+    model.module.weight.data[1, 2] = 3.0
+    model.pull_from_replicas()
+    assert (bucket.master != before).nonzero().tolist() == [[6]]
+    assert bucket.master[6] == 3.0

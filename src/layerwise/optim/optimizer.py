@@ -240,16 +240,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def _tie_settings(self) -> dict[str, dict[str, str]]:
         """What all copies of a tied weight must have in common: where it differed they would drift apart."""
-        options_of = {
-            fqn: {name: repr(value) for name, value in sorted(group.items()) if name not in ("params", "fqns")}
-            for group in self.param_groups
-            for fqn in group["fqns"]
-        }
         mine = self._engine.groups.stage
+        here = {tie: copies[mine] for tie, copies in self._engine.roster.copies.items() if mine in copies}
+        group_of = {fqn: group for group in self.param_groups for fqn in group["fqns"]} if here else {}
         return {
-            tie: {**options_of[copies[mine]], "norm group": self._norm_group_of[copies[mine]]}
-            for tie, copies in self._engine.roster.copies.items()
-            if mine in copies
+            tie: {
+                **{name: repr(value) for name, value in sorted(group_of[fqn].items()) if name not in ("params", "fqns")},
+                "norm group": self._norm_group_of[fqn],
+            }
+            for tie, fqn in here.items()
         }
 
     def _here(self, late: Collection[tuple[int, str]]) -> set[str]:

@@ -17,6 +17,7 @@ from layerwise.errors import StateError, listed
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import IdleRun, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan, Span
+from layerwise.routing.geometry import Box, flat_index, row_major_strides
 
 
 class ReplicaState(Enum):
@@ -52,6 +53,12 @@ class Bucket:
     def span_by_fqn(self) -> dict[str, Span]:
         """This rank's span of each param that it holds some of."""
         return {span.fqn: span for span in self.spans}
+
+    def region_in(self, flat: Tensor, fqn: str, grid: tuple[int, ...], region: Box) -> Tensor:
+        """A region of a param (seen as a `grid`) that this rank holds, as a view of a tensor of the shard's length."""
+        span = self.span_by_fqn[fqn]
+        offset = flat.storage_offset() + span.shard_offset - span.start + flat_index(region.starts, grid)
+        return flat.as_strided(region.shape, row_major_strides(grid), offset)
 
     @property
     def replica_state(self) -> ReplicaState:

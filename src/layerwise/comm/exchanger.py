@@ -20,7 +20,7 @@ from layerwise.layout.exchange import Exchange, Piece, exchange_for
 from layerwise.layout.schedule import CommOp, CommSchedule
 from layerwise.layout.slots import Slot, passage_nbytes
 from layerwise.layout.work import WorkPlan
-from layerwise.routing.geometry import Box, flat_index, row_major_strides
+from layerwise.routing.geometry import flat_index, row_major_strides
 from layerwise.routing.matrices import Matrix
 
 
@@ -175,15 +175,14 @@ class Cohort:
 
     def _owned_regions(self, piece: Piece) -> list[OwnedRegion]:
         item = self._work_plan.items[piece.item]
-        bucket, matrix = self._storage.buckets[item.bucket], item.matrix
-        span_offset = bucket.span_by_fqn[matrix.fqn].shard_offset - piece.param_start
-
-        def in_shard(flat: Tensor, region: Box) -> Tensor:
-            offset = flat.storage_offset() + span_offset + flat_index(region.starts, matrix.grid)
-            return flat.as_strided(region.shape, row_major_strides(matrix.grid), offset)
-
+        bucket, fqn, grid = self._storage.buckets[item.bucket], item.matrix.fqn, item.matrix.grid
         return [
-            OwnedRegion(matrix.fqn, matrix, in_shard(bucket.work, region), in_shard(bucket.master, region))
+            OwnedRegion(
+                fqn,
+                item.matrix,
+                bucket.region_in(bucket.work, fqn, grid, region),
+                bucket.region_in(bucket.master, fqn, grid, region),
+            )
             for region in piece.regions
         ]
 

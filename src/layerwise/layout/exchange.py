@@ -24,8 +24,6 @@ class Piece:
     """Index into the work plan's items."""
     owner: int
     home: int
-    param_start: int
-    """First element of the owner's span of the param; regions are read relative to it."""
     regions: tuple[Box, ...]
 
     @property
@@ -69,15 +67,14 @@ def _pieces_of(work: WorkPlan, number: int, bucket: BucketPlan, rank: int) -> li
     item = work.items[number]
     placement = bucket.placements[item.placement]
     if item.home == EVERY_RANK:
-        return [Piece(number, rank, rank, 0, item.matrix.regions(0, placement.numel))]
+        return [Piece(number, rank, rank, item.matrix.regions(0, placement.numel))]
     first = bucket.shards_holding(placement, item.matrix.flat_start, item.matrix.flat_stop)
     owners = first if item.home == rank else (range(rank, rank + 1) if rank in first else range(0))
     pieces = []
     for owner in owners:
-        start, stop = bucket.held(placement, owner)
-        regions = item.matrix.regions(start, stop)
+        regions = item.matrix.regions(*bucket.held(placement, owner))
         if regions:
-            pieces.append(Piece(number, owner, item.home, start, regions))
+            pieces.append(Piece(number, owner, item.home, regions))
     return pieces
 
 

@@ -21,7 +21,7 @@ from layerwise.comm.groups import share
 from layerwise.config.clipping import QKClip
 from layerwise.errors import StateError, listed
 from layerwise.layout.schedule import logits_op
-from layerwise.routing.geometry import flat_index, regions_within, row_major_strides
+from layerwise.routing.geometry import regions_within
 from layerwise.routing.heads import AttentionHeads, ClippedModule, ClippedRows, clipped_modules
 from layerwise.routing.spec import ParamSpec
 
@@ -231,11 +231,8 @@ def _modules_of_all_stages(engine: Engine, watched: Watched) -> list[_Module]:
 
 def _views(part: ClippedRows, storage: Storage) -> Iterator[Tensor]:
     """What this rank's master has of these rows."""
-    strides = row_major_strides(part.grid)
     for bucket in storage.buckets:
         span = bucket.span_by_fqn.get(part.fqn)
-        if span is None:
-            continue
-        for region in regions_within(part.grid, part.box, span.start, span.stop):
-            offset = span.shard_offset - span.start + flat_index(region.starts, part.grid)
-            yield bucket.master.as_strided(region.shape, strides, bucket.master.storage_offset() + offset)
+        if span is not None:
+            for region in regions_within(part.grid, part.box, span.start, span.stop):
+                yield bucket.region_in(bucket.master, part.fqn, part.grid, region)

@@ -45,9 +45,8 @@ def in_shard(case: Worked, piece: Piece) -> tuple[tuple[int, int], list[int]]:
     bucket = case.buckets[item.bucket]
     shard = bucket.shard_of(piece.owner)
     span = next(span for span in bucket.spans(shard) if span.fqn == item.matrix.fqn)
-    assert span.start == piece.param_start
     places = [
-        span.shard_offset + flat_index(index, item.matrix.grid) - piece.param_start
+        span.shard_offset + flat_index(index, item.matrix.grid) - span.start
         for region in piece.regions
         for index in indices(region)
     ]

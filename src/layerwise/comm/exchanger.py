@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,19 @@ class OwnedRegion:
     master: Tensor  # view of the bucket's master
 
 
+class _HomeRegion(NamedTuple):
+    """Where a region of a matrix lies in the batches of its home."""
+
+    batch: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        whole = tensors[self.batch]
+        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+
+
 @dataclass(frozen=True)
 class Passage:
     """One cohort's pieces on their way, there or back, and the slot they lie in."""
@@ -95,9 +109,12 @@ class Cohort:
             for index, batch in enumerate(self.batches)
             for position, item in enumerate(batch.items)
         }
-        # Shards stay where they are, so their views are made once; homes get fresh tensors in every step.
+        # Shards stay where they are, so their views are made once. Homes get fresh tensors in every step: of those, only
+        # where in them things lie.
         self._staying = [self._owned_regions(piece) for piece in self._table.stays]
         self._leaving = [self._owned_regions(piece) for piece in self._table.sends]
+        self._kept = [self._home_regions(piece) for piece in self._table.stays]
+        self._arriving = [self._home_regions(piece) for piece in self._table.receives]
         self.owned = [region for regions in (*self._staying, *self._leaving) for region in regions]
         self._device = storage.buckets[0].work.device
         self._slots: Slots | None = None
@@ -129,20 +146,15 @@ class Cohort:
             torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
             for batch in self.batches
         ]
-        for piece, here in zip(self._table.stays, _updates(self._staying), strict=True):
-            for target, source in zip(self._home_views(piece, tensors), here, strict=True):
-                target.copy_(source)
-        self._scatter(received, [self._home_views(piece, tensors) for piece in self._table.receives])
+        self._copy(_in_batches(self._kept, tensors), _updates(self._staying))
+        self._scatter(received, _in_batches(self._arriving, tensors))
         passage.release()
         return tensors
 
     def send_back(self, updates: Sequence[Tensor]) -> Passage:
         """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
-        table = self._table.inverse()
-        for piece, here in zip(table.stays, _updates(self._staying), strict=True):
-            for target, source in zip(here, self._home_views(piece, updates), strict=True):
-                target.copy_(source)
-        return self._move(self._back, [self._home_views(piece, updates) for piece in table.sends], table)
+        self._copy(_updates(self._staying), _in_batches(self._kept, updates))
+        return self._move(self._back, _in_batches(self._arriving, updates), self._table.inverse())
 
     def _move(self, op: CommOp | None, outgoing: Sequence[Sequence[Tensor]], table: Exchange) -> Passage:
         if op is None:  # no rank has anything to send
@@ -166,6 +178,12 @@ class Cohort:
         passage.release()
 
     @staticmethod
+    def _copy(targets: Sequence[Sequence[Tensor]], sources: Sequence[Sequence[Tensor]]) -> None:
+        for there, here in zip(targets, sources, strict=True):
+            for target, source in zip(there, here, strict=True):
+                target.copy_(source)
+
+    @staticmethod
     def _scatter(received: Tensor, views: Sequence[Sequence[Tensor]]) -> None:
         cursor = 0
         for regions in views:
@@ -186,17 +204,20 @@ class Cohort:
             for region in piece.regions
         ]
 
-    def _home_views(self, piece: Piece, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _home_regions(self, piece: Piece) -> list[_HomeRegion]:
         matrix = self._work_plan.items[piece.item].matrix
         batch, position = self._place[piece.item]
-        whole = tensors[batch]
         strides = row_major_strides(matrix.box.shape)
-        views = []
+        found = []
         for region in piece.regions:
             inside = region.shifted_from(matrix.box.starts)
-            offset = whole.storage_offset() + position * matrix.numel + flat_index(inside.starts, matrix.box.shape)
-            views.append(whole.as_strided(region.shape, strides, offset))
-        return views
+            offset = position * matrix.numel + flat_index(inside.starts, matrix.box.shape)
+            found.append(_HomeRegion(batch, region.shape, strides, offset))
+        return found
+
+
+def _in_batches(pieces: Sequence[Sequence[_HomeRegion]], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[region.of(tensors) for region in regions] for regions in pieces]
 
 
 def _updates(pieces: Sequence[Sequence[OwnedRegion]]) -> list[list[Tensor]]:

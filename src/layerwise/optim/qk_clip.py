@@ -110,19 +110,20 @@ class Clipper:
         ]
         mine = {module.name: module for module in modules if module.stage == engine.groups.stage}
         self._logits: list[MaxLogits] = []
-        self._places: list[int] = []
         self._fqns: list[frozenset[str]] = []
         self._parts: list[_Part] = []
         declared = _declared(engine.chunks)
+        places: list[int] = []
         for module in watched.modules:
             owner, heads = declared[module.name]
             self._logits.append(watch(owner, module.name, module.n_heads, self._device, hooked=not heads.records))
-            self._places += [place[mine[module.name], head] for head in range(module.n_heads)]
+            places += [place[mine[module.name], head] for head in range(module.n_heads)]
             self._fqns.append(frozenset(part.fqn for part in module.parts))
             for part in module.parts:
                 decisive = tuple(place[mine[module.name], head] for head in part.rows.heads)
                 power = part.rows.power(watched.clip.balance)
                 self._parts += [_Part(decisive, power, view) for view in _views(part, engine.storage)]
+        self._places = torch.tensor(places, dtype=torch.long, device=self._device)
 
     @property
     def numel(self) -> int:

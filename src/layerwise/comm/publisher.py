@@ -25,7 +25,7 @@ from layerwise.comm.groups import Groups, share
 from layerwise.comm.handles import Handle
 from layerwise.comm.scopes import scope
 from layerwise.errors import StateError
-from layerwise.layout.schedule import CommOp, publish_op
+from layerwise.layout.schedule import CommOp, gather_order, publish_op
 from layerwise.layout.storage import BucketPlan
 
 _PATIENCE_S = 10.0
@@ -61,8 +61,7 @@ class Publisher:
         # Whoever reads a weight may be a thread of the user's own, while another one waits for the same gather.
         self._lock = threading.RLock()
         self._launched = len(storage.buckets)
-        # Backward reduces the end of the model first, forward reads its beginning first.
-        self._set_order(list(reversed(range(len(storage.buckets)))))
+        self._set_order(gather_order(len(storage.buckets)))
         # In which order modules first asked for buckets: the true forward order, once it has been seen.
         self._asked: list[int] | None = [] if overlap else None
         self._when_learned: list[Callable[[], object]] = []

@@ -1,4 +1,5 @@
-"""The communication schedule: every collective of one optimizer step, in the order in which every rank issues them.
+"""The communication schedule: every collective of one optimizer step, in the order in which every rank issues them
+(gathers: until forward has been seen to want another).
 
 The planner adds up its bytes, the communicator checks each call against it: a prediction cannot drift from the code.
 """
@@ -132,6 +133,12 @@ def publish_op(bucket: BucketPlan, dtype: DType) -> CommOp | None:
             )
 
 
+def gather_order(num_buckets: int) -> list[int]:
+    """The order of gathers, until forward has been seen to want another. Backward reduces the end of the model first,
+    forward reads its beginning first."""
+    return list(reversed(range(num_buckets)))
+
+
 def stats_op(numel: int, world: int) -> CommOp:
     """The one all-reduce of all gradient statistics."""
     return CommOp("stats", "all_reduce", "stats", DType.FP64, numel, world)
@@ -194,6 +201,7 @@ def build_schedule(
                 )
             )
     ops.extend([logits_op(logits_numel, ranks)] if logits_numel else [])
-    published = (publish_op(bucket, key.dtype) for bucket, key in pairs)
+    gathered = [pairs[number] for number in gather_order(len(pairs))]
+    published = (publish_op(bucket, key.dtype) for bucket, key in gathered)
     ops.extend(op for op in published if op is not None)
     return CommSchedule(tuple(ops))

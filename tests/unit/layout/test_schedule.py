@@ -50,7 +50,7 @@ def test_the_schedule_reduces_then_takes_stats_then_exchanges_then_publishes(pla
         f"tie {bucket.tie!r}" for bucket in plan.buckets if bucket.tie
     )
     assert [op.label for op in ops if op.phase == "publish"] == [
-        bucket.label for bucket in plan.buckets if plan.layout != "replicated"
+        bucket.label for bucket in reversed(plan.buckets) if plan.layout != "replicated"
     ]
     assert phases.count("stats") == 1
     exchanges = [(op.phase, op.label) for op in ops if op.phase in ("exchange", "return")]

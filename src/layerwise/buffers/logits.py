@@ -47,6 +47,10 @@ class MaxLogits:
     def reset(self) -> None:
         self.values.fill_(-math.inf)
         self.is_seen = False
+        # Of forwards that an interrupt ended, for which torch calls no hooks: they must not see what others do for ever.
+        for mode in self.modes:
+            mode.is_over = True
+        self.modes.clear()
 
 
 def _watched(module: nn.Module) -> MaxLogits | None:
@@ -87,6 +91,7 @@ class _SeesAttention(TorchFunctionMode):
     def __init__(self, found: MaxLogits) -> None:
         super().__init__()
         self._found = found
+        self.is_over = False
 
     def __torch_function__(
         self,
@@ -96,7 +101,7 @@ class _SeesAttention(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not self.is_over:
             self._found.record(_logits_of(*args, **(kwargs or {})))
         return result
 

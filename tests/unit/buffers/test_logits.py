@@ -126,6 +126,26 @@ def test_a_forward_that_raises_is_seen_no_longer_than_it_runs() -> None:
     torch.testing.assert_close(found.values, expected(net.attention, torch.tanh(net.first(x))))
 
 
+def test_a_forward_that_an_interrupt_ended_sees_nothing_after_the_next_reset() -> None:
+    attention, other = Attention(), Attention()
+    found = watch(attention, "attention", 2, torch.device("cpu"), hooked=True)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = attention.register_forward_pre_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            attention(torch.ones(1, 3, 8))
+        hook.remove()
+        found.reset()
+        other(torch.ones(1, 3, 8))
+        assert not found.is_seen
+    finally:
+        for mode in reversed(_get_current_function_mode_stack()):  # other tests have it empty
+            mode.__exit__(None, None, None)
+
+
 def test_watching_again_starts_anew_and_sees_once() -> None:
     net = Net()
     watched(net)

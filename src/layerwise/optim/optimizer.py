@@ -243,13 +243,7 @@ class Optimizer(torch.optim.Optimizer):
         mine = self._engine.groups.stage
         here = {tie: copies[mine] for tie, copies in self._engine.roster.copies.items() if mine in copies}
         group_of = {fqn: group for group in self.param_groups for fqn in group["fqns"]} if here else {}
-        return {
-            tie: {
-                **{name: repr(value) for name, value in sorted(group_of[fqn].items()) if name not in ("params", "fqns")},
-                "norm group": self._norm_group_of[fqn],
-            }
-            for tie, fqn in here.items()
-        }
+        return {tie: {**_in_words(group_of[fqn]), "norm group": self._norm_group_of[fqn]} for tie, fqn in here.items()}
 
     def _here(self, late: Collection[tuple[int, str]]) -> set[str]:
         """Late params of this stage, and copies here of a tied weight that was late elsewhere."""
@@ -330,18 +324,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settings(self) -> dict[str, object]:
         """What all ranks must have in common at a step."""
-        hidden = ("params", "fqns")
         return {
             "step": self._step_count,
             "loss_scale": self._scaler.scale if self._scaler is not None else None,
             "policy": repr(self._policy),
             "weights changed from outside": self._changed_hashes(),
             "groups": [
-                {
-                    "label": f"param group {index}",
-                    **{name: repr(value) for name, value in group.items() if name not in hidden},
-                }
-                for index, group in enumerate(self.param_groups)
+                {"label": f"param group {index}", **_in_words(group)} for index, group in enumerate(self.param_groups)
             ],
         }
 
@@ -476,6 +465,11 @@ def _stats_from(totals: Totals, coefficients: Mapping[str, float]) -> StepStats:
         nonfinite=totals.nonfinite,
         missing=totals.missing,
     )
+
+
+def _in_words(group: Mapping[str, object]) -> dict[str, str]:
+    """The options of a live param group."""
+    return {name: repr(value) for name, value in sorted(group.items()) if name not in ("params", "fqns")}
 
 
 def _is_wrapped(model: object) -> bool:

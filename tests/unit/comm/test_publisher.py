@@ -40,7 +40,7 @@ def stale(error: Exception | None = None) -> tuple[layerwise.DataParallel, Work]
     (bucket,) = model.engine.storage.buckets
     work = Work(bucket, error)
     bucket.advance()
-    with mock.patch.object(Publisher, "_start", lambda *_: Handle("a gather", bucket.replica, (), (work,))):
+    with mock.patch.object(Publisher, "_start", return_value=Handle("a gather", bucket.replica, (), (work,))):
         model.engine.publisher.begin()
     return model, work
 
@@ -62,7 +62,8 @@ def test_a_second_thread_does_not_read_what_the_first_still_waits_for() -> None:
         reader.start()
         assert work.is_waited_for.wait(timeout=10)
     readers[1].join(timeout=0.2)
-    assert readers[1].is_alive() and not found
+    assert readers[1].is_alive()
+    assert not found
     work.arrived.set()
     for reader in readers:
         reader.join(timeout=10)

@@ -166,7 +166,7 @@ class StatsPass:
         self._entries = [(stage, fqn) for stage, fqns in enumerate(engine.roster.fqns) for fqn in sorted(fqns)]
         position = {fqn: index for index, (stage, fqn) in enumerate(self._entries) if stage == self._stage}
         self._position = position
-        slot = {name: index for index, name in enumerate(self.names)}
+        group_position = {name: index for index, name in enumerate(self.names)}
         pairs = [
             (bucket, span)
             for bucket in storage.buckets
@@ -184,8 +184,8 @@ class StatsPass:
         ]
         num_stages, num_words, num_entries = len(groups.stages), _NUM_WORDS * len(self._senders), len(self._entries)
         self._sizes = [len(self.names), 1, 1, num_stages, num_stages, num_words, num_words, *[num_entries] * 3]
-        self._slots = torch.tensor(
-            [slot[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
+        self._groups = torch.tensor(
+            [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
@@ -217,7 +217,7 @@ class StatsPass:
         vector = known.to(self._device, non_blocking=True)
         parts = self._parts(vector)
         sums = square_sums(self._spans).to(self._device)
-        parts.groups.index_add_(0, self._slots, sums)
+        parts.groups.index_add_(0, self._groups, sums)
         if self._zeros:
             parts.zeros.add_(count_zeros(self._spans))
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())

@@ -83,6 +83,9 @@ class Publisher:
         if self._aligned:
             # All of a chunk at once, and nothing of the next: the pipeline's stages run the same chunk together.
             chunks = [self._storage.plan.buffers[bucket.plan.buffer].key.chunk for bucket in self._storage.buckets]
+            # Also what nobody asked for in the first forward, and would come last.
+            in_turn = list(dict.fromkeys(chunks[index] for index in self._order))
+            self._order.sort(key=lambda index: in_turn.index(chunks[index]))
             last_of = {chunks[index]: position for position, index in enumerate(self._order)}
             self._reach = {index: last_of[chunks[index]] for index in self._order}
             self._first = -1

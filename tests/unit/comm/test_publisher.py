@@ -68,3 +68,30 @@ def test_a_second_thread_does_not_read_what_the_first_still_waits_for() -> None:
     for reader in readers:
         reader.join(timeout=10)
     assert found == [7.0 * 16] * 2
+
+
+class Half(nn.Module):
+    """Has a layer that no forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_aligned_gathers_are_those_of_one_chunk_also_with_layers_that_nobody_runs() -> None:
+    model = layerwise.DataParallel([Half(), Half()], prefetch=1, align_param_gather=True, bucket_mib=0.0001)
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+    first, second = model.engine.chunks
+    for _ in range(2):
+        second(first(torch.ones(1, 8))).sum().backward()
+        optimizer.step()
+    first(torch.ones(1, 8))
+    state_of: dict[int, set[str]] = {0: set(), 1: set()}
+    for bucket in model.engine.storage.buckets:
+        state_of[model.plan.buffers[bucket.plan.buffer].key.chunk].add(bucket.replica_state.value)
+    assert "stale" not in state_of[0]
+    assert state_of[1] == {"stale"}

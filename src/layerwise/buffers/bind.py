@@ -272,10 +272,18 @@ def _declaration(module: nn.Module) -> Mapping[str, Split | Sequence[int]]:
     return declared
 
 
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    """A module's own param of that name. Asked for as an attribute, a parametrized weight would be computed, and what
+    computes it may change: spectral_norm counts its iterations."""
+    return module._parameters.get("weight")
+
+
 def _weight_shape(module: nn.Module) -> tuple[int, int]:
     """(rows, cols) of a linear layer's weight; zeros if it has none of two dims."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+    weight = _weight(module)
+    if weight is None and isinstance(module, nn.Linear):  # parametrized
+        return module.out_features, module.in_features
+    if weight is None or weight.ndim != 2:
         return 0, 0
     return weight.shape[0], weight.shape[1]
 
@@ -334,17 +342,17 @@ def _vocabulary_heads(
         fits = (rows, cols) in vocabularies
         is_last = is_last and fits
         if fits and not _within(name, blocks) and (is_last or rows > cols):
-            heads.add(id(child.weight))
+            heads.add(id(_weight(child)))
     named = getattr(root, "get_output_embeddings", None)
     output = named() if callable(named) else None
-    return heads | ({id(output.weight)} if isinstance(output, nn.Linear) else set())
+    return heads | ({id(_weight(output))} if isinstance(output, nn.Linear) else set())
 
 
 def _label_heads(root: nn.Module, modules: Mapping[str, nn.Module], blocks: frozenset[str]) -> set[int]:
     """`id`s of the weights of linear layers outside the repeated blocks with one row per label of the model's config."""
     labels = getattr(getattr(root, "config", None), "num_labels", None)
     return {
-        id(child.weight)
+        id(_weight(child))
         for name, child in modules.items()
         if _is_linear(child) and _weight_shape(child)[0] == labels and not _within(name, blocks)
     }
@@ -367,13 +375,13 @@ def _routers(modules: Mapping[str, nn.Module]) -> dict[int, int]:
     found = {}
     for child in modules.values():
         if _ROUTER_CLASS.search(type(child).__name__):
-            last = [layer.weight for layer in child.modules() if _is_linear(layer)][-1:]
+            last = [_weight(layer) for layer in child.modules() if _is_linear(layer)][-1:]
             held = [param for param in child.parameters(recurse=False) if param.ndim == 2]
-            found.update({id(weight): weight.shape[0] for weight in (*held, *last) if isinstance(weight, torch.Tensor)})
+            found.update({id(weight): weight.shape[0] for weight in (*held, *last) if weight is not None})
         counts = _expert_counts(child)
         for sibling in child.children() if counts else ():
             if _is_linear(sibling) and _weight_shape(sibling)[0] in counts:
-                found[id(sibling.weight)] = _weight_shape(sibling)[0]
+                found[id(_weight(sibling))] = _weight_shape(sibling)[0]
     return found
 
 
@@ -386,11 +394,11 @@ def _input_convolutions(modules: Mapping[str, nn.Module], blocks: frozenset[str]
     }.values():
         counts.update(found for name in _INPUT_CHANNELS if isinstance(found := getattr(config, name, None), int))
     return {
-        id(child.weight)
+        id(_weight(child))
         for name, child in modules.items()
         if isinstance(child, _ConvNd)
         and child.groups == 1
-        and (child.in_channels in counts or (child.in_channels <= _FEW_CHANNELS and child.weight.ndim > 3))
+        and (child.in_channels in counts or (child.in_channels <= _FEW_CHANNELS and len(child.kernel_size) > 1))
         and not _within(name, blocks)
     }
 

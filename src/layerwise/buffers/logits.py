@@ -27,7 +27,7 @@ class MaxLogits:
     def __init__(self, name: str, n_heads: int, device: torch.device) -> None:
         self.name = name
         self.n_heads = n_heads
-        self.values = torch.full((n_heads,), -math.inf, device=device)
+        self.values = torch.full((n_heads,), -math.inf, dtype=torch.float32, device=device)
         self.is_seen = False
         """Whether there was any since the last reset: some of it may be -inf all the same, where all is masked."""
         self.is_hooked = False

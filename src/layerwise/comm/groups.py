@@ -235,7 +235,7 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object], *, across_stag
     if groups.control is None or groups.world == 1:
         return
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":"), default=repr).encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8)
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(groups.world)]
     dist.all_gather(everyone, mine, group=groups.control)
     compared = [0 if across_stages else min(groups.stages[stage]) for stage in groups.stage_of]
@@ -258,7 +258,7 @@ def any_rank(groups: Groups, flag: bool) -> bool:
     """Whether the flag is set on any rank; all of them ask."""
     if groups.control is None:
         return flag
-    count = torch.tensor([int(flag)])
+    count = torch.tensor([int(flag)], device="cpu")
     dist.all_reduce(count, group=groups.control)
     return bool(count)
 

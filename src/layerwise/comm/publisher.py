@@ -9,10 +9,12 @@ launched before the first gradient is reduced, so that ranks which ran different
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,6 +58,7 @@ class Publisher:
             if op is not None:
                 self.due_nbytes[op.kind] += op.nbytes(communicators[bucket.plan.domain].rank)
         self._prefetch, self._aligned = prefetch, aligned
+        self._process = os.getpid()
         self._guards = [self._guard(bucket) for bucket in storage.buckets] if overlap else []
         self._flights: dict[int, Handle] = {}
         # Whoever reads a weight may be a thread of the user's own, while another one waits for the same gather.
@@ -70,8 +73,7 @@ class Publisher:
 
     def _guard(self, bucket: Bucket) -> StaleGuard:
         params = [self._storage.params[placement.fqn] for placement in bucket.plan.placements]
-        is_lazy = self._prefetch is not None or self._aligned
-        return StaleGuard(params, partial(self._ensure_read if is_lazy else self.ensure, bucket))
+        return StaleGuard(params, partial(self.ensure, bucket))
 
     def _set_order(self, order: Sequence[int]) -> None:
         """The sequence of gathers, and how far each bucket's reader launches it."""
@@ -109,33 +111,15 @@ class Publisher:
         """Make this rank's replica of a bucket as new as its master."""
         if bucket.replica_version == bucket.master_version:
             return
+        self._check_process()
         with self._lock:
             if bucket.replica_version != bucket.master_version:  # still, after another thread's turn
                 self._launch_to(self._reach[bucket.plan.index])
                 self._land(bucket)
 
-    def _ensure_read(self, bucket: Bucket) -> None:
-        """Somebody reads a weight outside its module's forward, and its gather may not be under way. That may be one rank alone,
-        while the others wait for it elsewhere, so say what it waits for."""
-        name = bucket.plan.placements[0].fqn
-        hint = (
-            f"{name!r} is read on this rank, which waits for the other ranks to read it too. If they wait for this one, call "
-            "model.ensure() on every rank first, or pass prefetch=None to DataParallel."
-        )
-        timer = threading.Timer(_PATIENCE_S, warnings.warn, (hint,), {"stacklevel": 2})
-        timer.daemon = True
-        timer.start()
-        try:
-            self.ensure(bucket)
-        except StateError:
-            raise
-        except RuntimeError as error:
-            raise StateError(hint) from error
-        finally:
-            timer.cancel()
-
     def launch_all(self) -> None:
         """Launch what is left, and wait for nothing."""
+        self._check_process()
         with self._lock:
             self._launch_to(len(self._order) - 1)
 
@@ -151,22 +135,53 @@ class Publisher:
     def _launch_to(self, position: int) -> None:
         while self._launched <= position:
             bucket = self._storage.buckets[self._order[self._launched]]
-            self._launched += 1
             with scope(f"launch gather of {bucket.plan.label}"):
                 bucket.refresh_replica_shard()
                 op = self._ops[bucket.plan.index]
                 if op is not None:
                     self._flights[bucket.plan.index] = self._start(bucket, op)
                 bucket.launch()
+            self._launched += 1
 
     def _land(self, bucket: Bucket) -> None:
         flight = self._flights.get(bucket.plan.index)
         if flight is not None:
-            flight.wait()  # which may fail: only what has arrived is no flight any more
+            with self._impatient(bucket):
+                flight.wait()  # which may fail: only what has arrived is no flight any more
             del self._flights[bucket.plan.index]
         bucket.land()
         if self._guards:
             self._guards[bucket.plan.index].disarm()
+
+    @contextmanager
+    def _impatient(self, bucket: Bucket) -> Iterator[None]:
+        """Where gathers are launched as forward asks for them, it may be one rank alone that reads, while the others wait for
+        it elsewhere: say what it waits for."""
+        if self._prefetch is None and not self._aligned:
+            yield
+            return
+        name = bucket.plan.placements[0].fqn
+        hint = (
+            f"{name!r} is read on this rank, which waits for the other ranks to read it too. If they wait for this one, call "
+            "model.ensure() on every rank first, or pass prefetch=None to DataParallel."
+        )
+        timer = threading.Timer(_PATIENCE_S, warnings.warn, (hint,), {"stacklevel": 2})
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except RuntimeError as error:
+            raise StateError(hint) from error
+        finally:
+            timer.cancel()
+
+    def _check_process(self) -> None:
+        """What gathers are made of, threads and connections, a forked process does not have: it would wait for ever."""
+        if os.getpid() != self._process:
+            raise StateError(
+                "weights are read in a forked process while they are still on their way to the process it was forked from: call "
+                "model.ensure() before the fork."
+            )
 
     def _start(self, bucket: Bucket, op: CommOp) -> Handle:
         communicator = self._communicators[bucket.plan.domain]

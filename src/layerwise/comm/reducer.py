@@ -91,6 +91,8 @@ class GradReducer:
         self._is_finished = False
         self.sync = True
         """Whether gradients are of the last microbatch now: not in a `no_sync()` block."""
+        self.loss_was_scaled = False
+        """Whether a scaled loss is where these gradients come from. Goes with them, whoever forgets them."""
         self.step_number = 0
         """Steps taken so far: what stochastic rounding goes by, so that a run can be resumed."""
         self._num_rounds = 0
@@ -298,6 +300,7 @@ class GradReducer:
         A round that was begun is finished first: other ranks may have launched buckets that this one has not, because
         its gradients were missing, and would wait for it for ever.
         """
+        self.loss_was_scaled = False
         if self._may_launch_early and self._arrivals:
             self._is_last_round = True
             self._finish_round()

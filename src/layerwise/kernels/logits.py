@@ -34,7 +34,7 @@ def _in_blocks(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool,
     heads, num_queries, width = query.shape[-3:]
     kv_heads, num_keys = key.shape[-3], key.shape[-2]
     factor = 1.0 / math.sqrt(width) if scale is None else float(scale)
-    found_H = torch.full((heads,), -math.inf, device=query.device)
+    found_H = torch.full((heads,), -math.inf, dtype=torch.float32, device=query.device)
     if query.numel() == 0 or key.numel() == 0:
         return found_H
     batch: torch.Size = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])  # type: ignore[no-untyped-call]

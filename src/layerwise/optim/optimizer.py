@@ -107,7 +107,6 @@ class Optimizer(torch.optim.Optimizer):
         self._plain = not _is_wrapped(model)
         self._engine = _engine_of(model, rules, strict)
         plan = self._engine.plan
-        self._loss_was_scaled = False
         self._has_checked_replicas = False
         self._changed: set[str] = set()
         self._step_count = 0
@@ -184,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
             raise StateError(
                 "scale_loss() was called without loss scaling: pass loss_scale=LossScale() to the Optimizer."
             )
-        self._loss_was_scaled = True
+        self._engine.reducer.loss_was_scaled = True
         return loss * self._scaler.scale
 
     @torch.no_grad()
@@ -195,6 +194,12 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # An update is what it is, also in the middle of a forward's autocast.
+        with torch.autocast(self._engine.storage.device.type, enabled=False):
+            self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
         # Nobody may have read some weights since the last step. They are gathered now: masters are about to move.
         self._engine.publisher.ensure_all()
         if self._plain:
@@ -209,15 +214,13 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             self._engine.reducer.reset()
             self._engine.sent_nbytes.clear()
-            self._loss_was_scaled = False
             if self._clipper is not None:
                 self._clipper.reset()
-        return loss
 
     def _reduce(self, problem: Exception | None, divisor: float) -> Totals:
         """Finish the reductions and take the statistics; again for buckets that were reduced too early on any rank."""
         reducer = self._engine.reducer
-        is_unscaled = self._scaler is not None and reducer.has_gradients and not self._loss_was_scaled
+        is_unscaled = self._scaler is not None and reducer.has_gradients and not reducer.loss_was_scaled
         missing = reducer.finish()
         if not self._has_checked_replicas or self._engine.settings.check_replicas:
             # A bad start must not be spread: from now on shards of all ranks are one model.
@@ -229,7 +232,7 @@ class Optimizer(torch.optim.Optimizer):
             settings=repr([self._settings(), problem]),
             tie_settings={tie: repr(settings) for tie, settings in self._tie_settings().items()},
             has_problem=problem is not None,
-            is_scaled=self._loss_was_scaled,
+            is_scaled=reducer.loss_was_scaled,
             is_unscaled=is_unscaled,
         )
         totals = self._stats_pass.reduce(seen, divisor)
@@ -258,7 +261,6 @@ class Optimizer(torch.optim.Optimizer):
         """Forget all gradients, also those of a backward that failed half way. Call it on every rank, after all of them or
         none of them ran a synchronised backward: reductions that some have begun are finished first."""
         self._engine.reducer.reset()
-        self._loss_was_scaled = False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:

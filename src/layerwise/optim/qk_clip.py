@@ -149,7 +149,7 @@ class Clipper:
     def apply(self) -> Clipped:
         """Reduce the maxima over all ranks and scale what this rank holds of the masters: one collective, one
         read-back."""
-        vector = torch.full((self.numel,), -math.inf, device=self._device)
+        vector = torch.full((self.numel,), -math.inf, dtype=torch.float32, device=self._device)
         if self._logits:
             here = torch.cat([logits.values for logits in self._logits])
             # Collectives may drop a NaN from a maximum. There is as little to go by as with inf.

@@ -103,7 +103,7 @@ class Update:
                 cohort.assign(self.slots, slot)
         self._home_state = {
             batch: {
-                name: torch.zeros(len(batch.items), *shape, device=self._buckets[0].work.device)
+                name: torch.zeros(len(batch.items), *shape, dtype=torch.float32, device=engine.storage.device)
                 for name, shape in MATRIX[groups[batch.group].rule.kind].home_state(*batch.logical_shape).items()
             }
             for cohorts in self._cohorts
@@ -243,5 +243,5 @@ class Update:
                 if not rule.is_matrix_rule:
                     continue
                 for name in MATRIX[rule.kind].home_state(*item.matrix.logical_shape):
-                    nothing = torch.zeros(0, device=self._buckets[0].work.device)
+                    nothing = torch.zeros(0, dtype=torch.float32, device=self._engine.storage.device)
                     found[item.matrix.fqn][f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)

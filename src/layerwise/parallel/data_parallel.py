@@ -18,7 +18,7 @@ from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer
-from layerwise.parallel.watch import watch_forward
+from layerwise.parallel.watch import refuse_scripted, watch_forward
 from layerwise.routing.rules import RouteRule
 
 _SAME_EVERYWHERE = (
@@ -97,6 +97,8 @@ class DataParallel(nn.Module):
         def checked() -> tuple[tuple[nn.Module, ...], Settings]:
             chunks = _chunks_of(module)
             check_mesh(mesh)
+            if overlap_param_gather:
+                refuse_scripted(chunks)
             settings = Settings(
                 layout=layout,
                 rules=rules,
@@ -209,7 +211,7 @@ class DataParallel(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, object]:
-        raise TypeError("a DataParallel cannot be pickled: save model.module.state_dict() instead.")
+        raise TypeError("a DataParallel cannot be pickled or copied: save or copy model.module.state_dict() instead.")
 
 
 def _take_gradient(fqn: str, reducer_of: Callable[[], GradReducer | None]) -> Callable[[Tensor], None]:

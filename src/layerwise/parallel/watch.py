@@ -20,6 +20,21 @@ from layerwise.comm.scopes import scope
 
 Buckets = tuple[Bucket, ...]
 
+_READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch that read their children's params without calling them, and take a slower path, with other bits, when
+they find those stale."""
+
+
+def refuse_scripted(chunks: Sequence[nn.Module]) -> None:
+    """Raise if a module with params cannot have hooks."""
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+                raise TypeError(
+                    f"module {name!r} is a torch.jit.ScriptModule, which cannot have the hooks of overlap_param_gather: expected "
+                    "plain modules. Pass overlap_param_gather=False."
+                )
+
 
 def watch_forward(chunks: Sequence[nn.Module], bucket_of: Mapping[nn.Parameter, Bucket], publisher: Publisher) -> None:
     """Hook every module that holds params of these buckets directly, and every compiled one for all that is in it."""
@@ -31,7 +46,7 @@ def watch_forward(chunks: Sequence[nn.Module], bucket_of: Mapping[nn.Parameter, 
             _watch_entry(module, inside, publisher)
 
     for module, inside in entries:
-        own = _buckets(module.parameters(recurse=False), bucket_of)
+        own = inside if isinstance(module, _READ_CHILDREN) else _buckets(module.parameters(recurse=False), bucket_of)
         if own:
             asking = module.register_forward_pre_hook(_Asking(own, publisher))
             publisher.when_learned(asking.remove)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from layerwise.buffers.bind import param_table, plain_dtype, torch_dtype
 from layerwise.dtypes import DType
@@ -55,3 +56,24 @@ def test_dtypes_go_there_and_back(dtype: DType) -> None:
 def test_a_dtype_without_a_name_is_refused_with_its_owner() -> None:
     with pytest.raises(TypeError, match=r"param 'w' has dtype torch.int8: expected one of fp32, bf16, fp16"):
         plain_dtype(torch.int8, "param 'w'")
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return weight
+
+
+def test_nothing_is_computed_to_look_at_a_parametrized_model() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Conv2d(3, 4, 1), nn.Linear(4, 10, bias=False))
+    counts = [Counting() for _ in range(3)]
+    for child, counting in zip(list(model)[1:], counts, strict=True):
+        register_parametrization(child, "weight", counting, unsafe=True)
+    before = [counting.calls for counting in counts]
+    names = [param.fqn for param in param_table(model)]
+    assert [counting.calls for counting in counts] == before
+    assert "3.parametrizations.weight.original" in names

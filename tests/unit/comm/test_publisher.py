@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -11,8 +13,11 @@ from torch import nn
 
 import layerwise
 from layerwise.buffers.storage import Bucket
+from layerwise.comm import publisher
 from layerwise.comm.handles import Handle
 from layerwise.comm.publisher import Publisher
+from layerwise.errors import StateError
+from tests.ranks import raised, run_ranks
 
 
 class Work:
@@ -34,9 +39,9 @@ class Work:
         return self.arrived.is_set()
 
 
-def stale(error: Exception | None = None) -> tuple[layerwise.DataParallel, Work]:
+def stale(error: Exception | None = None, prefetch: int | None = None) -> tuple[layerwise.DataParallel, Work]:
     """A model whose one bucket is under way."""
-    model = layerwise.DataParallel(nn.Linear(4, 4, bias=False))
+    model = layerwise.DataParallel(nn.Linear(4, 4, bias=False), prefetch=prefetch)
     (bucket,) = model.engine.storage.buckets
     work = Work(bucket, error)
     bucket.advance()
@@ -50,6 +55,73 @@ def test_a_gather_that_failed_leaves_no_weight_that_counts_as_new() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection closed"):
             model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model(torch.ones(1, 4)),
+        lambda model: model.module.weight.detach(),
+        lambda model: model.ensure(),
+    ],
+    ids=["forward", "read", "ensure"],
+)
+def test_a_rank_that_reads_alone_is_told_what_it_waits_for(
+    read: Callable[[layerwise.DataParallel], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hint = r"'weight' is read on this rank, which waits for the other ranks .* pass prefetch=None"
+    model, _ = stale(RuntimeError("timed out"), prefetch=1)
+    with pytest.raises(StateError, match=hint):
+        read(model)
+    monkeypatch.setattr(publisher, "_PATIENCE_S", 0.01)
+    model, work = stale(prefetch=1)
+    threading.Timer(0.1, work.arrived.set).start()
+    with pytest.warns(UserWarning, match=hint):
+        read(model)
+
+
+def test_a_launch_that_failed_is_made_again() -> None:
+    model, work = stale(prefetch=0)
+    (bucket,) = model.engine.storage.buckets
+    with (
+        mock.patch.object(Publisher, "_start", side_effect=RuntimeError("no tracing in here")),
+        mock.patch.object(model.engine.publisher, "_ops", [object()]),
+        pytest.raises(RuntimeError, match="no tracing in here"),
+    ):
+        model(torch.ones(1, 4))
+    work.arrived.set()
+    handle = Handle("a gather", bucket.replica, (), (work,))
+    with (
+        mock.patch.object(Publisher, "_start", return_value=handle),
+        mock.patch.object(model.engine.publisher, "_ops", [object()]),
+    ):
+        assert model(torch.ones(1, 4)).tolist() == [[28.0] * 4]
+
+
+def read_in_a_fork(rank: int, world: int, ensured: bool) -> str:
+    """What a forked process gets when it reads weights after a step."""
+    torch.manual_seed(1)
+    model = layerwise.DataParallel(nn.Linear(4, 4, bias=False))
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    if ensured:
+        model.ensure()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        text = raised(lambda: model.module.weight.detach().clone())
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+def test_a_forked_process_is_told_to_ensure_before_the_fork() -> None:
+    expected = "StateError: weights are read in a forked process while they are still on their way"
+    assert all(text.startswith(expected) for text in run_ranks(2, read_in_a_fork, False))
+    assert run_ranks(2, read_in_a_fork, True) == ["nothing was raised"] * 2
 
 
 def test_a_second_thread_does_not_read_what_the_first_still_waits_for() -> None:

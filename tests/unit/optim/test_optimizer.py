@@ -172,3 +172,59 @@ def test_a_step_that_ends_half_way_is_the_last_and_is_never_saved() -> None:
         optimizer.step()
     with pytest.raises(StateError, match="step 1 ended half way"):
         optimizer.state_dict()
+
+
+def trained(matrix: Any, autocast: torch.dtype | None = None) -> str:
+    """Hash of everything after some steps of a small network."""
+    torch.manual_seed(3)
+    model = layerwise.DataParallel(Net())
+    optimizer = layerwise.Optimizer(model, matrix=matrix, other=layerwise.AdamW(lr=0.1))
+    for step in range(3):
+        net_loss(model, 0, step).backward()
+        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            optimizer.step()
+        optimizer.zero_grad()
+    return hash_everything(optimizer)
+
+
+@pytest.mark.parametrize("rule", [layerwise.Muon, layerwise.NorMuon])
+@pytest.mark.parametrize("ns_dtype", ["bf16", "fp32"])
+def test_a_step_within_autocast_is_the_same_step(rule: Any, ns_dtype: str) -> None:
+    matrix = rule(lr=0.1, ns_dtype=ns_dtype)
+    assert trained(matrix, autocast=torch.bfloat16) == trained(matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rule", [layerwise.NorMuon, layerwise.AdaMuon])
+def test_state_has_the_same_dtype_whatever_torch_makes_by_default(rule: Any, dtype: torch.dtype) -> None:
+    def states() -> dict[str, torch.dtype]:
+        model = layerwise.DataParallel(nn.Linear(4, 4, bias=False, dtype=torch.float32))
+        optimizer = layerwise.Optimizer(model, matrix=rule(lr=0.1), other=layerwise.AdamW(lr=0.1))
+        state = next(iter(optimizer.state.values()))
+        return {name: value.dtype for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    before = torch.get_default_dtype()
+    expected = states()
+    torch.set_default_dtype(dtype)
+    try:
+        found = states()
+    finally:
+        torch.set_default_dtype(before)
+    assert found == expected
+    assert torch.float32 in found.values()
+
+
+@pytest.mark.parametrize("who", ["model", "optimizer"])
+def test_whoever_forgets_gradients_forgets_that_their_loss_was_scaled(who: str) -> None:
+    model = layerwise.DataParallel(nn.Linear(4, 4))
+    optimizer = layerwise.Optimizer(
+        model,
+        matrix=layerwise.Muon(lr=0.1),
+        other=layerwise.AdamW(lr=0.1),
+        loss_scale=layerwise.LossScale(initial=1024.0),
+    )
+    optimizer.scale_loss(model(torch.ones(1, 4)).sum()).backward()
+    (model if who == "model" else optimizer).zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(StateError, match="scale_loss"):
+        optimizer.step()

@@ -4,9 +4,9 @@ Whatever reads a param's values goes through `__torch_function__` then: another 
 optimizer of the user's own, a reference that was kept from before. Once fresh, a param has its own class again, and
 nothing is left in the way.
 
-A few functions read tensors without asking their class: `torch.tensor(param)`, `torch.as_tensor(param)`, transforms of
-`torch.func` whose argument is a param itself, and C++ extensions. Views that were taken before a step do not ask either.
-Whoever uses them outside a module's forward calls `model.ensure()` first.
+A few functions read tensors without asking their class: `torch.tensor(param)` and its like, transforms of `torch.func`
+whose argument is a param itself, TorchScript and C++ extensions. Views that were taken before a step do not ask either.
+Whoever uses them outside a module's forward calls `model.ensure()` first; docs/overlap.md lists them.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from layerwise.comm.scopes import scope
 
 Buckets = tuple[Bucket, ...]
 
-_READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_READ_CHILDREN = (nn.MultiheadAttention,)
 """Modules of torch that read their children's params without calling them, and take a slower path, with other bits, when
-they find those stale."""
+they find those stale. (nn.TransformerEncoderLayer does so whenever anything in it has hooks.)"""
 
 
 def refuse_scripted(chunks: Sequence[nn.Module]) -> None:

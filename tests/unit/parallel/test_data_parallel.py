@@ -153,6 +153,7 @@ def test_pulling_one_changed_weight_leaves_the_fp32_bits_of_all_others() -> None
     assert bucket.master[6] == 3.0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_a_scripted_module_is_refused_by_name_and_can_be_trained_without_overlap() -> None:
     module = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 2)))
     with pytest.raises(TypeError, match=r"module '1' is a torch.jit.ScriptModule.* Pass overlap_param_gather=False."):
@@ -160,25 +161,18 @@ def test_a_scripted_module_is_refused_by_name_and_can_be_trained_without_overlap
     layerwise.DataParallel(module, overlap_param_gather=False)(torch.ones(1, 4)).sum().backward()
 
 
-def eval_after_a_step(overlap: bool) -> list[Tensor]:
-    torch.manual_seed(4)
-    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
-    attention = nn.MultiheadAttention(16, 2, batch_first=True)
-    found = []
-    for module, arguments in ((layer, 1), (attention, 3)):
-        model = layerwise.DataParallel(module, overlap_param_gather=overlap)
-        optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
-        x = torch.randn(3, 5, 16)
-        out = model(*[x] * arguments)
-        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            out = model(*[x] * arguments)
-        found.append(out[0] if isinstance(out, tuple) else out)
-    return found
-
-
-def test_modules_that_read_their_children_take_the_same_path_as_without_overlap() -> None:
-    for overlapped, plain in zip(eval_after_a_step(True), eval_after_a_step(False), strict=True):
-        assert torch.equal(overlapped, plain)
+def test_attention_that_reads_its_child_finds_it_fresh_and_takes_its_quick_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = layerwise.DataParallel(nn.MultiheadAttention(16, 2, batch_first=True), bucket_mib=0.0001)
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+    x = torch.randn(3, 5, 16)
+    model(x, x, x)[0].square().sum().backward()
+    optimizer.step()
+    taken: list[bool] = []
+    real = torch._native_multi_head_attention
+    monkeypatch.setattr(torch, "_native_multi_head_attention", lambda *given: (taken.append(True), real(*given))[1])
+    model.eval()
+    with torch.no_grad():
+        model(x, x, x)
+    assert taken == [True]

@@ -160,7 +160,11 @@ def take(case: Misuse, *place: int) -> Taken:
     else:
         caught = None
     seconds = time.monotonic() - begin
-    return Taken(_complaint(case, caught, seconds, snapshot(kept) == before), str(caught))
+    try:
+        unchanged = snapshot(kept) == before
+    except StateError:  # a step that ended half way has no state to show
+        unchanged = False
+    return Taken(_complaint(case, caught, seconds, unchanged), str(caught))
 
 
 def _complaint(case: Misuse, caught: Exception | None, seconds: float, unchanged: bool) -> str:

@@ -294,13 +294,17 @@ class GradReducer:
         self._finish_round()
 
     @torch.no_grad()
+    def forget(self) -> None:
+        """Forget all gradients, and what their loss was."""
+        self.loss_was_scaled = False
+        self.reset()
+
     def reset(self) -> None:
         """Forget all gradients. Costs no pass over memory: the first write of a gradient replaces what was there.
 
         A round that was begun is finished first: other ranks may have launched buckets that this one has not, because
         its gradients were missing, and would wait for it for ever.
         """
-        self.loss_was_scaled = False
         if self._may_launch_early and self._arrivals:
             self._is_last_round = True
             self._finish_round()

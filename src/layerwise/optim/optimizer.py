@@ -212,7 +212,7 @@ class Optimizer(torch.optim.Optimizer):
             self._check_agreement(totals, problem)
             self._finish(totals, divisor)
         finally:
-            self._engine.reducer.reset()
+            self._engine.reducer.forget()
             self._engine.sent_nbytes.clear()
             if self._clipper is not None:
                 self._clipper.reset()
@@ -260,7 +260,7 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a backward that failed half way. Call it on every rank, after all of them or
         none of them ran a synchronised backward: reductions that some have begun are finished first."""
-        self._engine.reducer.reset()
+        self._engine.reducer.forget()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:

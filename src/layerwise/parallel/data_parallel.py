@@ -183,7 +183,7 @@ class DataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as `optimizer.zero_grad()` does."""
-        self.engine.reducer.reset()
+        self.engine.reducer.forget()
         super().zero_grad(set_to_none)
 
     def ensure(self) -> None:

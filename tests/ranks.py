@@ -60,6 +60,10 @@ class RankFailure(AssertionError):
     """At least one rank raised, died or did not answer."""
 
 
+class _NotConnected(Exception):
+    """Ranks did not find each other. That is gloo's: with many groups coming and going, now and then one in thousands."""
+
+
 @dataclass(frozen=True)
 class _Seat:
     """Where one rank sits: its number, the file at which ranks meet, how long a collective may take, whether memory is
@@ -83,13 +87,16 @@ def _rank_main(seat: _Seat, job: Callable[..., Any], args: tuple[Any, ...]) -> N
     if seat.poisoned:
         poison_memory()
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{seat.rendezvous}",
-            rank=seat.rank,
-            world_size=seat.world,
-            timeout=timedelta(seconds=seat.pg_timeout_s),
-        )
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{seat.rendezvous}",
+                rank=seat.rank,
+                world_size=seat.world,
+                timeout=timedelta(seconds=seat.pg_timeout_s),
+            )
+        except RuntimeError as error:
+            raise _NotConnected from error
         # Pickled here, as bytes: the queue would share tensors through memory that goes when this process does.
         seat.outbox.put((seat.rank, pickle.dumps(job(seat.rank, seat.world, *args)), None))
     except BaseException:
@@ -111,6 +118,19 @@ def run_ranks(
 ) -> list[Any]:
     """`[job(rank, world, *args) for each rank]`, all at once. `job` is a module-level function; results are plain data or CPU tensors."""
     poisoned = poisoned or is_poisoned()
+    for _ in range(2):
+        results, errors = _run_once(world, job, args, timeout_s, pg_timeout_s, poisoned)
+        if not any(_NotConnected.__name__ in text for text in errors.values()):
+            break
+    if errors:
+        raise RankFailure("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
+    return [results[rank] for rank in range(world)]
+
+
+def _run_once(
+    world: int, job: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, pg_timeout_s: float, poisoned: bool
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and tracebacks by rank."""
     outbox = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         meet = os.path.join(folder, "meet")
@@ -127,9 +147,7 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
-    if errors:
-        raise RankFailure("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
-    return [results[rank] for rank in range(world)]
+    return results, errors
 
 
 def _answers(processes: list[Any], outbox: Any, timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:

@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from layerwise.buffers.stale import StaleGuard
-from layerwise.buffers.storage import Bucket, ReplicaState, Storage
+from layerwise.buffers.storage import Bucket, Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
 from layerwise.comm.handles import Handle
@@ -109,8 +109,10 @@ class Publisher:
     @torch.no_grad()
     def ensure(self, bucket: Bucket) -> None:
         """Make this rank's replica of a bucket as new as its master."""
-        if bucket.replica_version == bucket.master_version:
-            return
+        if bucket.replica_version != bucket.master_version:
+            self._catch_up(bucket)
+
+    def _catch_up(self, bucket: Bucket) -> None:
         self._check_process()
         with self._lock:
             if bucket.replica_version != bucket.master_version:  # still, after another thread's turn
@@ -119,17 +121,18 @@ class Publisher:
 
     def launch_all(self) -> None:
         """Launch what is left, and wait for nothing."""
+        if self._launched == len(self._order):
+            return
         self._check_process()
         with self._lock:
             self._launch_to(len(self._order) - 1)
 
     def ensure_all(self) -> None:
         """Bring every bucket up to date."""
-        with self._lock:
-            self.launch_all()
-            for index in self._order:
-                if self._storage.buckets[index].replica_state is not ReplicaState.FRESH:
-                    self._land(self._storage.buckets[index])
+        self.launch_all()
+        for index in self._order:
+            if self._storage.buckets[index].replica_version != self._storage.buckets[index].master_version:
+                self._catch_up(self._storage.buckets[index])
 
     @torch.no_grad()
     def _launch_to(self, position: int) -> None:
@@ -213,7 +216,7 @@ class Publisher:
 
         def mine() -> dict[str, object]:
             # In here, because a warning may be an error, and one on one rank must be one on all.
-            if groups.rank == first and self._expected(asked) != asked:
+            if groups.rank == first and [index for index in self._order if index in asked] != asked:
                 name = self._storage.buckets[asked[0]].plan.placements[0].fqn
                 warnings.warn(
                     "modules run in another order than they were registered in: params are gathered as they run from now "
@@ -228,10 +231,6 @@ class Publisher:
         for then in self._when_learned:
             then()
         self._set_order([*order, *(index for index in self._order if index not in order)])
-
-    def _expected(self, asked: Collection[int]) -> list[int]:
-        """The same buckets in the order in which they would be gathered."""
-        return [index for index in self._order if index in asked]
 
     # -- compiled modules ----------------------------------------------------------------------------
 

@@ -187,8 +187,8 @@ class DataParallel(nn.Module):
         super().zero_grad(set_to_none)
 
     def ensure(self) -> None:
-        """Bring all weights up to date, with `overlap_param_gather`. Reading them does so as well, but waits for the other
-        ranks to read them too. Call it on every rank."""
+        """Bring all weights up to date, with `overlap_param_gather`. Reading them does so as well, but with `prefetch` or
+        `align_param_gather` waits for the other ranks to read them too. Call it on every rank."""
         self.engine.publisher.ensure_all()
 
     def free_buffers(self) -> None:

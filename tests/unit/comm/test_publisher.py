@@ -109,7 +109,7 @@ def read_in_a_fork(rank: int, world: int, ensured: bool) -> str:
         model.ensure()
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
-        text = raised(lambda: model.module.weight.detach().clone())
+        text = raised(lambda: (model.ensure(), model.module.weight.detach().clone()))
         os.write(writing, text.encode())
         os._exit(0)
     os.close(writing)

@@ -39,7 +39,7 @@ def config_for(rule: str, lr: float) -> TrainConfig:
 
 
 def main() -> int:
-    ranks = launch.start()
+    ranks = launch.init()
     runs = []
     for rule, lrs in LRS.items():
         for lr in lrs:

@@ -17,6 +17,7 @@ from layerwise.routing.split import Split
 
 if TYPE_CHECKING:
     from layerwise.buffers.logits import record_logits
+    from layerwise.comm.launch import init
     from layerwise.optim.loss_scale import LossScale
     from layerwise.optim.optimizer import Optimizer
     from layerwise.parallel.data_parallel import DataParallel
@@ -35,6 +36,7 @@ __all__ = [
     "RouteRule",
     "Split",
     "__version__",
+    "init",
     "record_logits",
 ]
 
@@ -42,6 +44,7 @@ _LAZY = {
     "DataParallel": "layerwise.parallel.data_parallel",
     "LossScale": "layerwise.optim.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
+    "init": "layerwise.comm.launch",
     "record_logits": "layerwise.buffers.logits",
 }
 

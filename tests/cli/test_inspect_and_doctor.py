@@ -83,7 +83,7 @@ def test_inspect_plans_what_training_uses(capsys: pytest.CaptureFixture[str], tm
     words = [*SMALL, "--parallel.bucket-mib", "0.01", "--model.tie-embeddings", "true"]
     assert main(["inspect", *words, "--world", "1", "--json"]) == 0
     digest = json.loads(capsys.readouterr().out)["digest"]
-    run = prepare(load(None, split_overrides(words)[0]).config, launch.start(device="cpu"))
+    run = prepare(load(None, split_overrides(words)[0]).config, launch.init(device="cpu"))
     assert run.model.plan.digest == digest
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from layerwise.kernels.logits import max_logits
 
@@ -30,7 +31,8 @@ class MaxLogits:
         self.values = torch.full((n_heads,), -math.inf, dtype=torch.float32, device=device)
         self.is_seen = False
         """Whether there was any since the last reset: some of it may be -inf all the same, where all is masked."""
-        self.is_hooked = False
+        self.handles: list[RemovableHandle] = []
+        """Of the hooks that see the module's forward."""
         self.modes: list[_SeesAttention] = []
 
     @torch.no_grad()
@@ -61,12 +63,23 @@ def _watched(module: nn.Module) -> MaxLogits | None:
 def watch(module: nn.Module, name: str, n_heads: int, device: torch.device, *, hooked: bool) -> MaxLogits:
     """Keep the largest logits of a module from now on."""
     known = _watched(module)
+    if known is not None:
+        unwatch(module, known)
     found = module._layerwise_logits = MaxLogits(name, n_heads, device)  # type: ignore[assignment]
-    found.is_hooked = hooked or (known is not None and known.is_hooked)
-    if hooked and (known is None or not known.is_hooked):
-        module.register_forward_pre_hook(_begin)
-        module.register_forward_hook(_end, always_call=True)
+    if hooked:
+        found.handles = [
+            module.register_forward_pre_hook(_begin),
+            module.register_forward_hook(_end, always_call=True),
+        ]
     return found
+
+
+def unwatch(module: nn.Module, found: MaxLogits) -> None:
+    """Keep nothing of a module any more; what somebody else keeps of it since then is theirs."""
+    for handle in found.handles:
+        handle.remove()
+    if _watched(module) is found:
+        del module._layerwise_logits
 
 
 def record_logits(module: nn.Module, max_per_head: Tensor) -> None:

@@ -54,6 +54,8 @@ class StaleParam:
     """Mixed into the class of a param whose values are old."""
 
     bring_up_to_date: Callable[[], None]
+    fresh: type
+    """The class that the param has when its values are new."""
 
     @classmethod
     def __torch_function__(
@@ -97,25 +99,30 @@ class StaleGuard:
     """The params of one bucket, guarded while they are stale."""
 
     def __init__(self, params: Sequence[nn.Parameter], ensure: Callable[[], None]) -> None:
-        @torch._disable_dynamo  # type: ignore[attr-defined]
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def bring_up_to_date() -> None:
             outside_transforms(ensure)
 
-        kinds = {type(param) for param in params}
-        stand_in = {
-            kind: type(
-                f"Stale{kind.__name__}", (StaleParam, kind), {"bring_up_to_date": staticmethod(bring_up_to_date)}
-            )
-            for kind in kinds
-        }
-        self._params = [(param, type(param), stand_in[type(param)]) for param in params]
+        self._params = tuple(params)
+        self._bring_up_to_date = bring_up_to_date
+        self._stand_ins: dict[type, type] = {}
 
     def arm(self) -> None:
         """From now on, reading the params brings them up to date."""
-        for param, _, stale in self._params:
-            param.__class__ = stale
+        for param in self._params:
+            kind = type(param)
+            if issubclass(kind, StaleParam):
+                continue
+            if kind not in self._stand_ins:
+                self._stand_ins[kind] = type(
+                    f"Stale{kind.__name__}",
+                    (StaleParam, kind),
+                    {"bring_up_to_date": staticmethod(self._bring_up_to_date), "fresh": kind},
+                )
+            param.__class__ = self._stand_ins[kind]
 
     def disarm(self) -> None:
         """They are fresh: nothing is in the way of reading them."""
-        for param, kind, _ in self._params:
-            param.__class__ = kind
+        for param in self._params:
+            if isinstance(param, StaleParam):
+                param.__class__ = param.fresh

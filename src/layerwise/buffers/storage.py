@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from layerwise.buffers.bind import torch_dtype
+from layerwise.buffers.hooked import grad_of
 from layerwise.buffers.slots import Slots
 from layerwise.errors import StateError, listed
 from layerwise.layout.plan import Plan
@@ -173,6 +174,14 @@ def refuse_sparse(fqn: str, grad: Tensor) -> None:
         raise TypeError(f"param {fqn!r} has a sparse gradient: buckets are dense. Use sparse=False on its module.")
 
 
+def _of_its_own(part: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage is no larger. What saves a param writes its storage, and what looks for
+    shared weights compares storages: a param must not seem to be a part of its whole buffer."""
+    start = part.storage_offset() * part.element_size()
+    storage = part.untyped_storage()[start : start + part.nbytes]
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape)  # type: ignore[call-overload, no-any-return]
+
+
 class Storage:
     """All buckets of a model on this rank. Params are re-pointed at views of the replicas."""
 
@@ -240,7 +249,7 @@ class Storage:
             for placement in bucket.plan.placements:
                 param = self.params[placement.fqn]
                 part = slice(placement.offset, placement.offset + placement.numel)
-                view = bucket.replica[part].view(param.shape)
+                view = _of_its_own(bucket.replica[part]).view(param.shape)
                 view.copy_(param.data)
                 param.data = view
                 self._replica_views[placement.fqn] = view
@@ -293,11 +302,18 @@ class Storage:
     def check_no_grads(self) -> None:
         """Raise if a param has a `.grad` of its own: hooks take what backward brings, so somebody set it by hand."""
         for fqn, param in self.params.items():
-            if param.grad is not None:
+            if grad_of(param) is not None:
                 raise StateError(
                     f"param {fqn!r} has a .grad that backward did not bring: a DataParallel keeps gradients in buckets and "
-                    "would not see it. Add a term to the loss instead."
+                    "would not see it. Add a term to the loss instead; if another wrapper such as DistributedDataParallel put it "
+                    "there, train without that one."
                 )
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give params memory of their own, with the values that they have."""
+        for param in self.params.values():
+            param.data = param.data.clone()
 
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""

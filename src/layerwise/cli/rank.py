@@ -21,7 +21,7 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts, and not later
     try:
-        ranks = launch.start(device=config.train.device)
+        ranks = launch.init(device=config.train.device)
     except (ValueError, RuntimeError) as error:
         complain(f"this rank could not be started: {error}")
         return ENVIRONMENT

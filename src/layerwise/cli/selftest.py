@@ -32,7 +32,7 @@ def weight_hash(module: nn.Module) -> str:
 
 def main() -> int:
     torch.set_num_threads(1)
-    ranks = launch.start(device="cpu", timeout_s=_TIMEOUT_S)
+    ranks = launch.init(device="cpu", timeout_s=_TIMEOUT_S)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8))
     model = layerwise.DataParallel(module, layout="flat")

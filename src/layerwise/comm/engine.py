@@ -3,18 +3,21 @@ optimizer that steps it."""
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from layerwise.buffers.bind import domains_by_prefix, named_buffers, named_params, param_table, plain_dtype
+from layerwise.buffers.hooked import hook, is_hooked, unhook
 from layerwise.buffers.slots import Slots
 from layerwise.buffers.storage import Storage, one_device
 from layerwise.comm.collectives import Communicator
@@ -31,10 +34,6 @@ from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer, bucket_numel_of
 from layerwise.routing.rules import RouteRule, suspicion
 from layerwise.routing.spec import DENSE, EXPERT
-
-_HOOKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Params whose gradients the hooks of a DataParallel take away; nobody else would ever see one."""
-
 
 _SWITCHES = (
     "strict",
@@ -128,11 +127,14 @@ def plan_for(
 
 def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
     """Raise if a param lies in somebody else's buffers already, or not all of them on one device."""
+    if any(map(is_hooked, params.values())):
+        gc.collect()  # a wrapper that nobody has any more may be waiting for that, in a cycle with a scheduler
     for fqn, param in params.items():
-        if param in _HOOKED:
+        if is_hooked(param):
             raise StateError(
-                f"param {fqn!r} lies in the buffers of a DataParallel already: its gradients go there. Wrap a model once, "
-                "and pass the wrapped model on."
+                f"param {fqn!r} lies in the buffers of a DataParallel already: its gradients go there. Wrap a model once and "
+                "pass the wrapped model on. To wrap it anew, call unwrap() of the one that has it, or drop that and its "
+                "optimizer."
             )
     trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
     if trainables:
@@ -149,6 +151,17 @@ def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> 
         return None
     rank, number = differing[differing[:, 1].argmin()].tolist()
     return number // 2, rank
+
+
+class StepsEngine(Protocol):
+    """What the engine's other users need of its optimizer."""
+
+    def clip_next_step(self, max_norm: float) -> Tensor: ...
+
+
+def _undo_all(undo: list[Callable[[], object]]) -> None:
+    while undo:
+        undo.pop()()
 
 
 class Engine:
@@ -200,11 +213,38 @@ class Engine:
         self.reducer = GradReducer(
             self.storage, self.communicators, self._ties, overlap=overlap, before=self.publisher.launch_all
         )
-        self.has_optimizer = False
+        if hooked:
+            for fqn, param in self.storage.params.items():
+                hook(fqn, param, self.reducer)
+        self.optimizer: Callable[[], StepsEngine | None] = lambda: None
+        """Who steps this engine, if anybody does: held weakly."""
         self.slots: Slots | None = None
         """Staging memory of the optimizer's exchange."""
-        if hooked:
-            _HOOKED.update(dict.fromkeys(self.storage.params.values(), True))
+        self.is_released = False
+        self._undo: list[Callable[[], object]] = []
+        # A wrapper that nobody has any more leaves no hook behind. What its params hold stays: gathers that are under way
+        # arrive, and whoever reads a param waits for them.
+        weakref.finalize(self, _undo_all, self._undo).atexit = False
+
+    def when_released(self, undo: Callable[[], object]) -> None:
+        """Call this when the module is to be as it was before. It must not hold the engine."""
+        self._undo.append(undo)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Bring weights up to date, give them memory of their own and take every hook away. The engine is of no use any
+        more."""
+        self.publisher.ensure_all()
+        self.reducer.forget()
+        _undo_all(self._undo)
+        unhook(self.storage.params.values())
+        self.storage.release()
+        self.is_released = True
+
+    def check_bound(self) -> None:
+        """Raise if the module was taken back."""
+        if self.is_released:
+            raise StateError("the model was unwrapped: its module is as it was. Wrap the module anew to train it.")
 
     def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
         _refuse_claimed(params)

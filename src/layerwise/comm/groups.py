@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.facts import gather_facts
-from layerwise.errors import PlanMismatchError
+from layerwise.errors import PlanMismatchError, StateError
 from layerwise.layout.plan import first_difference
 from layerwise.routing.spec import DENSE, DOMAINS, EXPERT
 
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 Mesh: TypeAlias = DeviceMesh
 """What users arrange ranks with."""
+ProcessGroup: TypeAlias = dist.ProcessGroup
+"""What users choose ranks with."""
 
 
 _MESH_DIMS = ("pp", "dp", "ep")
@@ -91,28 +94,71 @@ def default_world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """A group that waits as long as the user's own does: torch would give it half an hour, whatever was asked for."""
-    everyone: Any = dist.group.WORLD
-    own = everyone._get_backend(everyone._device_types[0])
-    timeout = getattr(getattr(own, "options", None), "_timeout", None)
-    group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
+def alone() -> Groups:
+    """A single process without torch.distributed; refused where a launcher started several, each of which would train a
+    model of its own without a word."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    if launched.isdigit() and int(launched) > 1:
+        raise StateError(
+            f"a launcher started {launched} ranks (WORLD_SIZE={launched}), but there is no process group: every rank would "
+            "train a model of its own. Call layerwise.init() before the model is wrapped."
+        )
+    return NO_GROUPS
+
+
+def check_still_alone(groups: Groups) -> None:
+    """Raise if ranks have met since a model was wrapped for a single process: nobody would average its gradients."""
+    if groups.training is None and default_world() > 1:
+        raise StateError(
+            f"the model was wrapped for a single process, and now there is a process group of {default_world()} ranks: nobody "
+            "would average gradients over them. Call layerwise.init() first, then wrap the model."
+        )
+
+
+def _new_group(
+    ranks: Sequence[int] | None = None, backend: str | None = None, like: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
+    """A group that waits as long as the user's own does: torch would give it half an hour, whatever was asked for.
+
+    Where the user gave a group (`like`), only its members are here to make another one.
+    """
+    own: Any = dist.group.WORLD if like is None else like
+    timeout = getattr(getattr(own._get_backend(own._device_types[0]), "options", None), "_timeout", None)
+    group: dist.ProcessGroup = dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=like is not None,
+    )
     return group
 
 
-def all_ranks() -> Groups:
-    """Every rank of the default process group as data parallel; a single process where there is no such group."""
+def check_process_group(process_group: object) -> None:
+    """Raise unless a process group (or None) is one that this rank is in."""
+    if process_group is None:
+        return
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group must be a torch ProcessGroup that this rank is in, got {type(process_group).__name__}. Wrap the "
+            "model on the ranks of the group only, or leave it out for all ranks."
+        )
+
+
+def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
+    """Every rank of a process group (the default one) as data parallel; a single process where there is no such
+    group."""
     if not dist.is_available() or not dist.is_initialized():
-        return NO_GROUPS
-    # Not the default group itself: a bucket may be reduced in backward on one rank and in step() on another, and
-    # whatever the user sends in between over the default group must not be taken for it.
-    training, control = _new_group(), _new_group(backend="gloo")
-    world = dist.get_world_size()
-    everyone = Domain(group=training, control=control, rank=dist.get_rank(), world=world) if world > 1 else _ALONE
+        return alone()
+    # Not the user's group itself: a bucket may be reduced in backward on one rank and in step() on another, and
+    # whatever the user sends in between over that group must not be taken for it.
+    ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
+    training, control = _new_group(ranks, like=process_group), _new_group(ranks, backend="gloo", like=process_group)
+    world = dist.get_world_size(training)
+    everyone = Domain(group=training, control=control, rank=dist.get_rank(training), world=world)
     return Groups(
         training=training,
         control=control,
-        domains=dict.fromkeys(DOMAINS, everyone),
+        domains=dict.fromkeys(DOMAINS, everyone if world > 1 else _ALONE),
         stages=(tuple(range(world)),),
     )
 

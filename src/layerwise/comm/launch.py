@@ -67,10 +67,21 @@ def arrange(ranks: Ranks, *, pp: int = 1, ep: int = 1) -> Grid:
     )
 
 
-def start(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) -> Ranks:
-    """Join the process group that the launcher's environment describes; without RANK and WORLD_SIZE run alone."""
+def init(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) -> Ranks:
+    """Join the ranks that a launcher such as torchrun started, and say which one this is. Call it first.
+
+    Without a launcher (no RANK and WORLD_SIZE in the environment) this process is the only one, and no process group is
+    made. Where there is a process group already it stays as it is.
+
+    Args:
+        backend: "nccl", "gloo", or "auto": nccl on GPUs, gloo on CPUs.
+        device: "cuda" (this rank's own GPU, by LOCAL_RANK), "cpu", or "auto": a GPU if torch sees one.
+        timeout_s: how long a collective may take.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = _device(device, local_rank)
+    if dist.is_available() and dist.is_initialized():
+        return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=local_rank, device=chosen)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(rank=0, world=1, local_rank=0, device=chosen)
     if backend == "auto":

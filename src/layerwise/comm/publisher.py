@@ -243,7 +243,7 @@ class Publisher:
             self._compiled[bucket.plan.index] = bucket
             self.ensure(bucket)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def ensure_compiled(self) -> None:
         """Bring up to date whatever compiled code may read."""
         for bucket in self._compiled.values():

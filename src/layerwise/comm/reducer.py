@@ -21,6 +21,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.reductions import reduction_of
 from layerwise.comm.scopes import scope
+from layerwise.errors import StateError, listed
 from layerwise.layout.schedule import tie_op
 from layerwise.layout.storage import BucketPlan
 
@@ -96,6 +97,7 @@ class GradReducer:
         self.step_number = 0
         """Steps taken so far: what stochastic rounding goes by, so that a run can be resumed."""
         self._num_rounds = 0
+        self._unwanted: set[str] = set()
         self.reset()
 
     @property
@@ -320,9 +322,26 @@ class GradReducer:
         self._seen.clear()
         self._arrivals.clear()
         self._late_grads.clear()
+        self._unwanted.clear()
         self._next = 0
         self._num_rounds = 0
         self._is_finished = False
+
+    def forget_one(self, fqn: str) -> None:
+        """Forget a param's gradient, once that of every other is to be forgotten too: buckets are reduced whole, on all
+        ranks or on none."""
+        self._unwanted.add(fqn)
+        if len(self._unwanted) == len(self._bucket_of):
+            self.forget()
+
+    def check_wanted(self) -> None:
+        """Raise if gradients of some params were to be forgotten, and not of all."""
+        if self._unwanted:
+            kept = sorted(self._bucket_of.keys() - self._unwanted)
+            raise StateError(
+                f"zero_grad() was called on a part of the model: expected all of it, gradients of {listed(kept)} are still "
+                "there. They lie in buckets and are forgotten together: call zero_grad() of the model or of the optimizer."
+            )
 
     @property
     def arrived(self) -> frozenset[str]:

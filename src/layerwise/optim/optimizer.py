@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -12,7 +15,15 @@ from torch import Tensor, nn
 
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine, Settings
-from layerwise.comm.groups import NO_GROUPS, agree, agree_despite, any_rank, default_world, derive_together
+from layerwise.comm.groups import (
+    agree,
+    agree_despite,
+    alone,
+    any_rank,
+    check_still_alone,
+    default_world,
+    derive_together,
+)
 from layerwise.comm.roster import check_alike
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule
@@ -29,6 +40,9 @@ from layerwise.optim.stats import Seen, StatsPass, StepStats, Totals, assign_nor
 from layerwise.optim.update import Update
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import DENSE
+
+_MANY_SKIPS = 10
+"""After how many skipped steps in a row a user hears of it again."""
 
 
 class Planned(NamedTuple):
@@ -84,6 +98,8 @@ class Optimizer(torch.optim.Optimizer):
         qk_clip: scale down the query and key weights of attention heads whose logits were too large (MuonClip); modules
             say which rows belong to which head by a method `attention_heads()`.
         strict_grads: raise, on every rank, when a param got no gradient somewhere, instead of counting it as zero.
+        max_skipped: raise, on every rank, when more steps than this are skipped in a row; None goes on for ever. The first
+            skipped step is warned of, and the tenth in a row.
     """
 
     def __init__(
@@ -103,6 +119,7 @@ class Optimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
         qk_clip: QKClip | None = None,
         strict_grads: bool = False,
+        max_skipped: int | None = None,
     ) -> None:
         self._plain = not _is_wrapped(model)
         self._engine = _engine_of(model, rules, strict)
@@ -110,7 +127,11 @@ class Optimizer(torch.optim.Optimizer):
         self._has_checked_replicas = False
         self._changed: set[str] = set()
         self._step_count = 0
+        self._skipped_in_a_row = 0
+        self._has_skipped = False
+        self._clip_once: float | None = None
         self._is_half_way = False
+        self._has_said_part = False
         self.stats = StepStats()
 
         def plan_arguments() -> Planned:
@@ -129,6 +150,7 @@ class Optimizer(torch.optim.Optimizer):
                     nonfinite=nonfinite,
                     skip_above=skip_above,
                     strict_grads=strict_grads,
+                    max_skipped=max_skipped,
                 ),
                 loss_scale=checked_loss_scale(loss_scale, plan),
                 count_zeros=count_zeros,
@@ -154,7 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         check_alike(self._engine.groups, self._engine.roster, "is updated", self._tie_settings())
         for fqn, tensors in self._update.state_by_fqn().items():
             self.state[self._engine.storage.params[fqn]] = tensors
-        self._engine.has_optimizer = True
+        self._engine.optimizer = weakref.ref(self)
 
     def _refuse(self, rules: object, strict: bool) -> None:
         """Raise for what a wrapped model does not take."""
@@ -162,9 +184,13 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
             )
-        if self._engine.has_optimizer:
+        self._engine.check_bound()
+        if self._engine.optimizer() is not None:
+            gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
+        if self._engine.optimizer() is not None:
             raise StateError(
-                "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it."
+                "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it, or "
+                "drop it (and schedulers that hold it) first."
             )
 
     @cached_property
@@ -200,22 +226,45 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _take_step(self) -> None:
-        # Nobody may have read some weights since the last step. They are gathered now: masters are about to move.
-        self._engine.publisher.ensure_all()
+        self._engine.check_bound()
         if self._plain:
             self._collect_gradients()
-        self._changed |= self._engine.storage.pull_changed_params()
-        problem = self._preflight()
-        divisor = self._engine.plan.world * (self._scaler.scale if self._scaler is not None else 1.0)
         try:
-            totals = self._reduce(problem, divisor)
-            self._check_agreement(totals, problem)
-            self._finish(totals, divisor)
+            self._finish(self._measure())
         finally:
             self._engine.reducer.forget()
+            self._clip_once = None
             self._engine.sent_nbytes.clear()
             if self._clipper is not None:
                 self._clipper.reset()
+
+    def _measure(self) -> Totals:
+        """Finish the reductions and take the statistics; raises on every rank if any of them has a problem."""
+        # Nobody may have read some weights since the last step. They are gathered now: masters are about to move.
+        self._engine.publisher.ensure_all()
+        self._changed |= self._engine.storage.pull_changed_params()
+        problem = self._preflight()
+        divisor = self._engine.plan.world * (self._scaler.scale if self._scaler is not None else 1.0)
+        totals = self._reduce(problem, divisor)
+        self._check_agreement(totals, problem)
+        return totals
+
+    @torch.no_grad()
+    def clip_next_step(self, max_norm: float) -> Tensor:
+        """`DataParallel.clip_grad_norm_`: the norm of the gradients as they are, which the coming step is clipped by. What
+        is asked for is a setting of that step, the same on every rank, and kept until it."""
+        if self._policy.clip == "none":
+            raise ValueError("clip_grad_norm_() was called with clip='none': expected a scope to clip. Leave clip out.")
+        replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
+        self._clip_once = max_norm
+        totals = self._measure()
+        return torch.tensor(self._policy.clipped_norm(totals), device=self._engine.storage.device)
+
+    @property
+    def _policy_now(self) -> GradientPolicy:
+        """The policy of the coming step: clipping twice is clipping to the smaller norm."""
+        bounds = [bound for bound in (self._policy.clip_grad_norm, self._clip_once) if bound is not None]
+        return replace(self._policy, clip_grad_norm=min(bounds, default=None))
 
     def _reduce(self, problem: Exception | None, divisor: float) -> Totals:
         """Finish the reductions and take the statistics; again for buckets that were reduced too early on any rank."""
@@ -279,7 +328,16 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, object]:
         """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Masters are those of the
         weights as they are: what the user wrote into them counts."""
+        self._engine.check_bound()
         self._refuse_half_way()
+        if not self._has_said_part and any(bucket.num_shards > 1 for bucket in self._engine.plan.buckets):
+            self._has_said_part = True
+            groups = self._engine.groups
+            warnings.warn(
+                f"state_dict() of the optimizer has the part of it that rank {groups.rank} of {groups.world} owns, not the whole: "
+                "save it on every rank, in a file of its own, and load that on the same rank.",
+                stacklevel=2,
+            )
         self._changed |= self._engine.storage.pull_changed_params()
         return export_state(super().state_dict(), self._extra_state())
 
@@ -322,6 +380,7 @@ class Optimizer(torch.optim.Optimizer):
             "spans": describe_spans(self._engine.storage),
             "loss_scale": self._scaler.state_dict() if self._scaler is not None else None,
             "place": self._engine.groups.place,
+            "rank": self._engine.groups.rank,
         }
 
     def _settings(self) -> dict[str, object]:
@@ -329,7 +388,7 @@ class Optimizer(torch.optim.Optimizer):
         return {
             "step": self._step_count,
             "loss_scale": self._scaler.scale if self._scaler is not None else None,
-            "policy": repr(self._policy),
+            "policy": repr(self._policy_now),
             "weights changed from outside": self._changed_hashes(),
             "groups": [
                 {"label": f"param group {index}", **_in_words(group)} for index, group in enumerate(self.param_groups)
@@ -353,6 +412,7 @@ class Optimizer(torch.optim.Optimizer):
             self._engine.check_trainables()
             self._engine.storage.check_aliases()
             self._check_options()
+            self._engine.reducer.check_wanted()
             if not self._plain:
                 self._engine.storage.check_no_grads()
             if self._clipper is not None:
@@ -409,10 +469,11 @@ class Optimizer(torch.optim.Optimizer):
                 "Freeze what is unused."
             )
 
-    def _finish(self, totals: Totals, divisor: float) -> None:
+    def _finish(self, totals: Totals) -> None:
         """Decide from reduced values, act, and record."""
         self._changed.clear()
-        coefficients = self._policy.clip_coefficients(totals, self._stats_pass.names)
+        divisor = totals.divisor
+        coefficients = self._policy_now.clip_coefficients(totals, self._stats_pass.names)
         reason = self._policy.skip_reason(totals)
         if self._scaler is not None:
             self._scaler.update(overflow=bool(totals.nonfinite))
@@ -437,6 +498,34 @@ class Optimizer(torch.optim.Optimizer):
             raise NonFiniteError(
                 f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
             )
+        self._tell_of_skips(reason, overflow=self._scaler is not None and bool(totals.nonfinite))
+
+    def _tell_of_skips(self, reason: str, *, overflow: bool) -> None:
+        """A run whose steps are all skipped looks as if it went on: schedulers do. An overflow under loss scaling is how the
+        scale is found, and worth a word only if it does not end."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
+        if not reason:
+            return
+        count, most = self._skipped_in_a_row, self._policy.max_skipped
+        if most is not None and count > most:
+            raise StateError(
+                f"{count} steps in a row were skipped, max_skipped={most}: {reason}. Nothing was changed by any of them. Look at "
+                "the loss and the data of these steps, or lower the learning rate."
+            )
+        if (not self._has_skipped and not overflow) or count == _MANY_SKIPS:
+            self._has_skipped = True
+            many = f"{count} steps in a row were skipped" if count > 1 else f"step {self._step_count + 1} was skipped"
+
+            def tell() -> None:
+                if self._engine.groups.rank == 0:
+                    warnings.warn(
+                        f"{many}: {reason}. Weights and optimizer state stay as they are; see optimizer.stats, and max_skipped= to "
+                        "raise instead.",
+                        stacklevel=9,
+                    )
+
+            # A warning may be an error, and one on one rank must be one on all.
+            derive_together(self._engine.groups, "warnings", tell, lambda _: {})
 
     def _move_masters(self, divisor: float, coefficients: Mapping[str, float]) -> Clipped:
         """Update, clip, publish. An exception in here (no memory, an interrupt) leaves some masters new and some old, not the
@@ -482,7 +571,13 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
     """The engine of a wrapped model, or a new one for a plain module in a single process."""
     engine = getattr(model, "engine", None)
     if isinstance(engine, Engine):
+        check_still_alone(engine.groups)
         return engine
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "model is a DistributedDataParallel, which averages gradients and keeps every weight and all optimizer state on every "
+            "rank. Pass layerwise.DataParallel(module) in its place, made from the module that it wraps (model.module)."
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
@@ -493,7 +588,7 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
             "Wrap it: layerwise.DataParallel(module)."
         )
     settings = Settings(layout="flat", rules=rules, strict=strict, overlap_grad_reduce=False)
-    return Engine((model,), NO_GROUPS, settings, hooked=False)
+    return Engine((model,), alone(), settings, hooked=False)
 
 
 def _wire_dtypes(engine: Engine, groups: tuple[GroupPlan, ...]) -> dict[tuple[str, int], DType]:

@@ -25,16 +25,28 @@ class GradientPolicy:
     nonfinite: OnNonFinite
     skip_above: float | None
     strict_grads: bool
+    max_skipped: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("clip_grad_norm", "skip_above"):
             bound = getattr(self, name)
             if bound is not None and not (isinstance(bound, int | float) and bound > 0):
                 raise ValueError(f"{name} must be a positive number, got {bound!r}. None switches it off.")
+        most = self.max_skipped
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+            raise ValueError(f"max_skipped must be a number of steps, 0 or more, got {most!r}. None switches it off.")
         if self.clip not in ("all", "other-only", "none"):
             raise ValueError(f"clip must be 'all', 'other-only' or 'none', got {self.clip!r}.")
         if self.nonfinite not in ("skip", "raise", "ignore"):
             raise ValueError(f"nonfinite must be 'skip', 'raise' or 'ignore', got {self.nonfinite!r}.")
+
+    @property
+    def _families(self) -> tuple[str, ...]:
+        return _FAMILIES if self.clip == "all" else ("other",)
+
+    def clipped_norm(self, totals: Totals) -> float:
+        """The norm that families are clipped by."""
+        return totals.norm(*self._families)
 
     def clip_coefficients(self, totals: Totals, names: Sequence[str]) -> dict[str, float]:
         """What to multiply each norm group's gradients with. The two families share one norm; a named group has its
@@ -42,8 +54,7 @@ class GradientPolicy:
         coefficients = dict.fromkeys(names, 1.0)
         if self.clip_grad_norm is None or self.clip == "none":
             return coefficients
-        families = _FAMILIES if self.clip == "all" else ("other",)
-        for members in (families, *((name,) for name in names if name not in _FAMILIES)):
+        for members in (self._families, *((name,) for name in names if name not in _FAMILIES)):
             coefficient = min(1.0, self.clip_grad_norm / (totals.norm(*members) + 1e-6))
             coefficients.update(dict.fromkeys(members, coefficient))
         return coefficients

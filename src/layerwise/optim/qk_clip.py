@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from layerwise.buffers.bind import declarations
-from layerwise.buffers.logits import MaxLogits, watch
+from layerwise.buffers.logits import MaxLogits, unwatch, watch
 from layerwise.buffers.storage import Storage
 from layerwise.comm.engine import Engine
 from layerwise.comm.groups import share
@@ -116,7 +117,9 @@ class Clipper:
         places: list[int] = []
         for module in watched.modules:
             owner, heads = declared[module.name]
-            self._logits.append(watch(owner, module.name, module.n_heads, self._device, hooked=not heads.records))
+            logits = watch(owner, module.name, module.n_heads, self._device, hooked=not heads.records)
+            engine.when_released(partial(unwatch, owner, logits))
+            self._logits.append(logits)
             places += [place[mine[module.name], head] for head in range(module.n_heads)]
             self._fqns.append(frozenset(part.fqn for part in module.parts))
             for part in module.parts:

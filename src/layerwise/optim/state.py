@@ -22,6 +22,7 @@ class ExtraState(TypedDict):
     spans: dict[str, list[int]]
     place: list[int]
     """Pipeline stage, and place among the ranks that share out experts."""
+    rank: int
     loss_scale: dict[str, float] | None
 
 
@@ -54,6 +55,11 @@ def fit_state(
 ) -> Fitting:
     """Check a state dict against the optimizer, whole, before anything is written; `fixed` options cannot change."""
     saved = _Saved.of(state_dict)
+    if saved.extra["spans"] != mine["spans"] and saved.extra["plan"] == mine["plan"]:
+        raise ValueError(
+            f"state dict is the part of rank {saved.extra['rank']}, this is rank {mine['rank']}: every rank has a part of its own. "
+            "Save on every rank, in a file of its own, and load that on the same rank."
+        )
     if saved.extra["spans"] != mine["spans"]:
         raise ValueError(
             f"state dict belongs to another layout: it was written under plan {saved.extra['plan'][:12]}, this rank has plan "

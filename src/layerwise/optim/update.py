@@ -115,6 +115,7 @@ class Update:
         """All state, on every rank, before the first step: nothing that saves or loads state has to run a step to bring
         it into being."""
         for bucket in self._buckets:
+            bucket.state.clear()  # of an optimizer that is gone
             rules = {self._groups[self._group_of[placement.fqn]].rule.kind for placement in bucket.plan.placements}
             for kind in sorted(rules):
                 for name in state_names(kind):

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from layerwise.buffers.hooked import grad_of
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.comm.engine import Engine, Settings
-from layerwise.comm.groups import Mesh, all_ranks, arranged, check_mesh, derive_together, describe_mesh, num_stages
+from layerwise.comm.groups import (
+    Mesh,
+    ProcessGroup,
+    all_ranks,
+    arranged,
+    check_mesh,
+    check_process_group,
+    derive_together,
+    describe_mesh,
+    num_stages,
+)
 from layerwise.comm.reducer import GradReducer
 from layerwise.comm.scopes import scope
 from layerwise.errors import StateError
@@ -48,6 +61,7 @@ class DataParallel(nn.Module):
         mesh: a DeviceMesh over all ranks with dims out of "pp", "dp" and "ep": dense params are copied over dp and ep,
             expert params (which modules name in `param_domains()`) over dp, and pp counts pipeline stages. None means
             that all ranks are data parallel.
+        process_group: the ranks to train on, as DistributedDataParallel has it; None means all of them. Not beside `mesh`.
         ties: weights of which another pipeline stage holds a copy: name of the tie -> fqn of the copy here.
         reducer: how gradients are summed: "collective" as the layout needs, "ordered" in fp32 in the order of ranks,
             so that bits do not depend on the layout, "ordered_bf16" likewise with bf16 on the wire, rounded
@@ -70,6 +84,9 @@ class DataParallel(nn.Module):
         check_replicas: after every sync compare a hash of all weights across ranks; slow, for debugging.
     """
 
+    _is_accelerate_prepared = True
+    """accelerate's own mark of what its `prepare()` has wrapped: it leaves a marked model as it is."""
+
     def __init__(
         self,
         module: nn.Module | Sequence[nn.Module],
@@ -78,6 +95,7 @@ class DataParallel(nn.Module):
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
         mesh: Mesh | None = None,
+        process_group: ProcessGroup | None = None,
         ties: Mapping[str, str] | None = None,
         reducer: Reducer = "collective",
         param_sync: ParamSync = "gather",
@@ -92,11 +110,17 @@ class DataParallel(nn.Module):
         check_collectives: bool = False,
         check_replicas: bool = False,
     ) -> None:
-        everyone = all_ranks()
+        check_process_group(process_group)  # before there is a group over which ranks could tell each other
+        everyone = all_ranks(process_group)
 
         def checked() -> tuple[tuple[nn.Module, ...], Settings]:
             chunks = _chunks_of(module)
             check_mesh(mesh)
+            if mesh is not None and process_group is not None:
+                raise ValueError(
+                    "mesh and process_group were both given: a mesh arranges all ranks. Leave process_group out, or build the "
+                    "model without a mesh."
+                )
             if overlap_param_gather:
                 refuse_scripted(chunks)
             settings = Settings(
@@ -140,23 +164,35 @@ class DataParallel(nn.Module):
         if overlap_param_gather:
             storage = self.engine.storage
             bucket_of = {param: storage.buckets[self.plan.bucket_of[fqn]] for fqn, param in storage.params.items()}
-            watch_forward(self.engine.chunks, bucket_of, self.engine.publisher)
+            watch_forward(self.engine.chunks, bucket_of, self.engine.publisher, self.engine.when_released)
         for fqn, param in self.engine.storage.params.items():
             hook = _take_gradient(fqn, weakref.ref(self.engine.reducer))
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self.engine.when_released(handle.remove)
+        if len(chunks) == 1:
+            self.forward = _with_signature_of(chunks[0], self)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What DistributedDataParallel asks a module for when it wraps one."""
+        raise TypeError(
+            "a layerwise.DataParallel was passed to DistributedDataParallel: it averages gradients itself, and one wrapper does. "
+            "Train with the layerwise.DataParallel as it is."
+        )
 
     @property
     def plan(self) -> Plan:
         """What was decided: `.digest`, `.describe()`, `.route(fqn).reason`."""
         return self.engine.plan
 
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
     def forward(self, *args: object, **kwargs: object) -> object:
         if len(self.engine.chunks) > 1:
             raise StateError(
                 f"the model is {len(self.engine.chunks)} chunks: there is no forward through all of them here. Call "
                 "model.module[i], or hand the chunks to a pipeline schedule."
             )
+        self.engine.check_bound()
         self.engine.publisher.ensure_compiled()
         return self.engine.chunks[0](*args, **kwargs)
 
@@ -191,6 +227,43 @@ class DataParallel(nn.Module):
         `align_param_gather` waits for the other ranks to read them too. Call it on every rank."""
         self.engine.publisher.ensure_all()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of the coming `step()` to this global norm; returns the norm as it is, over all ranks.
+
+        The same bits as with `clip_grad_norm=` of the `Optimizer`, which takes one pass over gradients less. Call it on
+        every rank, after backward. As in that one, `clip=` and `norm_groups=` say whose norm it is.
+        """
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type must be 2, got {norm_type!r}: gradients are clipped by their Euclidean norm.")
+        optimizer = self.engine.optimizer()
+        if optimizer is None:
+            raise StateError(
+                "clip_grad_norm_() was called on a model without an optimizer: nobody would take the clipped gradients. Build a "
+                "layerwise.Optimizer first."
+            )
+        return optimizer.clip_next_step(max_norm)
+
+    def unwrap(self) -> nn.Module:
+        """The module as it was: weights up to date and in memory of their own, no hooks, safe to copy, pickle and wrap
+        again. This wrapper and its optimizer are of no use afterwards. Call it on every rank."""
+        self.engine.check_bound()
+        self.engine.release()
+        return self.module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
+        """What `to()`, `half()`, `cpu()` and their like do. Weights stay where they are: there is nothing to do where they
+        are there already, and no way elsewhere."""
+        self.engine.check_bound()
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            found = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if found.dtype != tensor.dtype or not _same_device(found.device, tensor.device):
+                raise StateError(
+                    f"{name!r} is {tensor.dtype} on {tensor.device} and would become {found.dtype} on {found.device}: expected a "
+                    "module that stays as it is, since its weights lie in buffers that were laid out for it. Move or convert the "
+                    "module before it is wrapped, or unwrap() it first."
+                )
+        return self
+
     def free_buffers(self) -> None:
         """Let go of all staging memory, to the last byte that other processes could use, as before a checkpoint is written.
         Gathers that are on their way arrive all the same: they write into the weights themselves. The next step takes
@@ -214,13 +287,38 @@ class DataParallel(nn.Module):
         raise TypeError("a DataParallel cannot be pickled or copied: save or copy model.module.state_dict() instead.")
 
 
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two names are of one device: "cpu:0" is "cpu", and "cuda" the current one."""
+
+    def number(device: torch.device) -> int:
+        return device.index if device.index is not None else torch.cuda.current_device() if device.type == "cuda" else 0
+
+    return one.type == other.type and number(one) == number(other)
+
+
+def _with_signature_of(module: nn.Module, model: DataParallel) -> Callable[..., object]:
+    """The wrapper's forward with the module's signature, which tells trainers what columns of a data set to keep. Holds
+    the wrapper weakly, since that holds it."""
+    own = weakref.ref(model)
+
+    def forward(*args: object, **kwargs: object) -> object:
+        wrapper = own()
+        if wrapper is None:
+            raise StateError("the forward of a DataParallel was kept and called when that was gone: keep the wrapper.")
+        return DataParallel.forward(wrapper, *args, **kwargs)
+
+    untraced: Any = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]
+    untraced.__signature__ = inspect.signature(getattr(module, "_orig_mod", module).forward)
+    return cast(Callable[..., object], untraced)
+
+
 def _take_gradient(fqn: str, reducer_of: Callable[[], GradReducer | None]) -> Callable[[Tensor], None]:
     """A hook that brings a param's gradient to its bucket. Python cannot see through such a hook: one that held the
     reducer, and with it the param, would keep the whole model for ever."""
 
     def hook(param: Tensor) -> None:
         reducer = reducer_of()
-        grad = param.grad
+        grad = grad_of(param)
         if reducer is None or grad is None:
             return
         param.grad = None
@@ -241,6 +339,11 @@ def _chunks_of(module: object) -> tuple[nn.Module, ...]:
         where = "module" if chunk is module else f"chunk {number}"
         if isinstance(chunk, DataParallel):
             raise TypeError(f"{where} is a DataParallel already: wrap a model once.")
+        if isinstance(chunk, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"{where} is a DistributedDataParallel, which averages gradients itself: one wrapper does. Pass the module that it "
+                "wraps (.module)."
+            )
         if not isinstance(chunk, nn.Module):
             what = type(chunk).__name__
             got = f"got {what}" if chunk is module else f"{where} is a {what}"

@@ -36,8 +36,14 @@ def refuse_scripted(chunks: Sequence[nn.Module]) -> None:
                 )
 
 
-def watch_forward(chunks: Sequence[nn.Module], bucket_of: Mapping[nn.Parameter, Bucket], publisher: Publisher) -> None:
-    """Hook every module that holds params of these buckets directly, and every compiled one for all that is in it."""
+def watch_forward(
+    chunks: Sequence[nn.Module],
+    bucket_of: Mapping[nn.Parameter, Bucket],
+    publisher: Publisher,
+    when_released: Callable[[Callable[[], object]], None],
+) -> None:
+    """Hook every module that holds params of these buckets directly, and every compiled one for all that is in it; until
+    released."""
     modules = {id(child): child for chunk in chunks for child in chunk.modules()}.values()
     entries = [(module, _buckets(module.parameters(), bucket_of)) for module in modules]
 
@@ -50,10 +56,17 @@ def watch_forward(chunks: Sequence[nn.Module], bucket_of: Mapping[nn.Parameter, 
         if own:
             asking = module.register_forward_pre_hook(_Asking(own, publisher))
             publisher.when_learned(asking.remove)
-            module.register_forward_pre_hook(_Ensuring(own, publisher, watch_entries))
+            when_released(asking.remove)
+            when_released(module.register_forward_pre_hook(_Ensuring(own, publisher, watch_entries)).remove)
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile(module)
-            module.register_forward_pre_hook(_Ensuring(inside, publisher, watch_entries))
+            when_released(module.register_forward_pre_hook(_Ensuring(inside, publisher, watch_entries)).remove)
     watch_entries()
+
+    def leave_entries() -> None:
+        for module, _ in entries:
+            _leave_entry(module)
+
+    when_released(leave_entries)
 
 
 def _buckets(params: Iterator[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bucket]) -> Buckets:
@@ -123,12 +136,12 @@ class _Entry:
     date here."""
 
     def __init__(self, compiled: Callable[..., Any], buckets: Buckets, publisher: Publisher) -> None:
-        self._compiled, self._buckets, self._publisher = compiled, buckets, publisher
+        self.compiled, self._buckets, self._publisher = compiled, buckets, publisher
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # or else it is part of something larger, which has an entry of its own
             _ensure(self._buckets, self._publisher)
-        return self._compiled(*args, **kwargs)
+        return self.compiled(*args, **kwargs)
 
 
 def _watch_entry(module: nn.Module, buckets: Buckets, publisher: Publisher) -> None:
@@ -136,3 +149,10 @@ def _watch_entry(module: nn.Module, buckets: Buckets, publisher: Publisher) -> N
     compiled = getattr(module, "_compiled_call_impl", None)
     if callable(compiled) and not isinstance(compiled, _Entry):
         module._compiled_call_impl = _Entry(compiled, buckets, publisher)
+
+
+def _leave_entry(module: nn.Module) -> None:
+    """Stand in nobody's way any more."""
+    entry = getattr(module, "_compiled_call_impl", None)
+    if isinstance(entry, _Entry):
+        module._compiled_call_impl = entry.compiled

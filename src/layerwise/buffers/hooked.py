@@ -1,0 +1,127 @@
+"""Params whose gradients live in buckets: their `.grad` stays None, and those who ask for it in vain are answered.
+
+Two of torch's own functions walk over `param.grad`. `clip_grad_norm_()` and its like would clip nothing and return 0, so
+they get a warning; `Module.zero_grad()` would forget nothing, so it is taken for what it says. Only reads of `.grad` from
+Python pass here: autograd does not, nor does anything that reads values.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class GradKeeper(Protocol):
+    """Who takes the gradients of params away."""
+
+    @property
+    def has_gradients(self) -> bool: ...
+
+    def forget_one(self, fqn: str) -> None:
+        """This param's gradient is not wanted any more."""
+
+
+@dataclass(frozen=True)
+class _Claim:
+    fqn: str
+    keeper: weakref.ref[GradKeeper]
+
+
+_CLAIMS: MutableMapping[object, _Claim] = WeakIdKeyDictionary()
+"""The claim on every hooked param. One whose keeper is gone is none."""
+_WARNED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
+"""Whose gradients were asked for in vain: said once."""
+
+_GRAD: Any = getattr(Tensor, "grad")  # noqa: B009  (torch declares the class's own descriptor as a value)
+_ZERO_GRAD = nn.Module.zero_grad.__code__
+_CLIP_FILE = clip_grad.__file__
+
+
+class HookedParam:
+    """Mixed into the class of a param whose gradients are taken to buckets."""
+
+    plain: type[nn.Parameter]
+    """The class that the param had before."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        claim = _CLAIMS.get(self)
+        if claim is not None:
+            _answer(sys._getframe(1), claim)
+        found: Tensor | None = _GRAD.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        _GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)  # type: ignore[misc]
+        copied.__class__ = self.plain  # nobody takes the copy's gradients
+        return copied
+
+
+def _answer(asking: FrameType | None, claim: _Claim) -> None:
+    """Do what whoever reads a hooked param's `.grad` wants of it, as far as it is known."""
+    keeper = claim.keeper()
+    if asking is None or keeper is None or not keeper.has_gradients:
+        return
+    if asking.f_code is _ZERO_GRAD:
+        keeper.forget_one(claim.fqn)
+    elif asking.f_code.co_filename == _CLIP_FILE and keeper not in _WARNED:
+        _WARNED.add(keeper)
+        level = 3  # who asks: 1 is here, 2 the property
+        while asking is not None and asking.f_code.co_filename == _CLIP_FILE:
+            asking, level = asking.f_back, level + 1
+        warnings.warn(
+            "torch's functions that clip gradients find none in a layerwise.DataParallel, and change nothing: gradients are in "
+            "buckets. Call model.clip_grad_norm_(max_norm), or pass clip_grad_norm= to the Optimizer; the norm is in "
+            "optimizer.stats.grad_norm.",
+            stacklevel=level,
+        )
+
+
+@cache
+def _hooked_kind(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    return type(f"Hooked{kind.__name__}", (HookedParam, kind), {"plain": kind})
+
+
+def hook(fqn: str, param: nn.Parameter, keeper: GradKeeper) -> None:
+    """From now on a param's gradients are its keeper's, for as long as that lives."""
+    _CLAIMS[param] = _Claim(fqn, weakref.ref(keeper))
+    if not isinstance(param, HookedParam):
+        param.__class__ = _hooked_kind(type(param))
+
+
+def unhook(params: Iterable[nn.Parameter]) -> None:
+    """Params are as they were."""
+    for param in params:
+        _CLAIMS.pop(param, None)
+        if isinstance(param, HookedParam):
+            param.__class__ = param.plain  # type: ignore[assignment]
+
+
+def is_hooked(param: nn.Parameter) -> bool:
+    """Whether somebody takes this param's gradients away."""
+    claim = _CLAIMS.get(param)
+    return claim is not None and claim.keeper() is not None
+
+
+def grad_of(param: Tensor) -> Tensor | None:
+    """A param's `.grad`, read by ourselves."""
+    found: Tensor | None = _GRAD.__get__(param)
+    return found

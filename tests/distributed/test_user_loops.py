@@ -1,0 +1,275 @@
+"""Loops as users write them: clipping between backward and step(), steps that are skipped, saving on one rank, another wrapper on top."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import layerwise
+from layerwise.errors import StateError
+from tests.ranks import raised, run_ranks
+from tests.worlds import Net, hash_whole, net_loss
+
+LAYOUTS = ("flat", "padded", "compact", "replicated")
+
+
+def build(layout: str = "flat", **more: Any) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
+    torch.manual_seed(3)
+    model = layerwise.DataParallel(Net(), layout=layout, bucket_mib=0.0001)
+    matrix, other = layerwise.Muon(lr=0.05, ns_dtype="fp32"), layerwise.AdamW(lr=0.01)
+    return model, layerwise.Optimizer(model, matrix=matrix, other=other, **more)
+
+
+def clipped_run(rank: int, layout: str, max_norm: float, *, by_call: bool, steps: int = 3, **more: Any) -> list[Any]:
+    """Norms and the whole state after a few steps that are clipped to `max_norm`, with an accumulated microbatch each."""
+    model, optimizer = build(layout, **({} if by_call else {"clip_grad_norm": max_norm}), **more)
+    norms = []
+    for step in range(steps):
+        with model.no_sync():
+            net_loss(model, rank, step, 0).backward()
+        net_loss(model, rank, step, 1).backward()
+        if by_call:
+            norms.append(model.clip_grad_norm_(max_norm).item())
+        optimizer.step()
+        norms.append(optimizer.stats.grad_norm)
+        norms.append(optimizer.stats.clip_coefficients["other"])
+        optimizer.zero_grad()
+    return [norms, hash_whole(model)]
+
+
+def clip_both_ways(rank: int, world: int) -> dict[str, Any]:
+    return {
+        layout: [clipped_run(rank, layout, 0.05, by_call=True), clipped_run(rank, layout, 0.05, by_call=False)]
+        for layout in LAYOUTS
+    } | {"loose": [clipped_run(rank, "flat", math.inf, by_call=True), clipped_run(rank, "flat", 1e9, by_call=False)]}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_clip_grad_norm_gives_the_bits_of_the_optimizers_own_clipping_and_returns_the_norm(world: int) -> None:
+    for found in run_ranks(world, clip_both_ways):
+        for layout, ((by_call, called), (built_in, expected)) in found.items():
+            assert called == expected, layout
+            returned, norms, factors = by_call[0::3], by_call[1::3], by_call[2::3]
+            assert (norms, factors) == (built_in[0::2], built_in[1::2])
+            assert returned == pytest.approx(norms, rel=1e-6)
+            assert all(factor < 0.5 for factor in factors) == (layout != "loose")
+
+
+def norm_by_hand(rank: int, world: int) -> list[float]:
+    """The norm of the averaged gradient, from a plain copy of the model on every rank, and what the call returns."""
+    model, _optimizer = build()
+    plain = Net()
+    plain.load_state_dict(model.module.state_dict())
+    for each in range(world):
+        (net_loss(plain, each, 0) / world).backward()
+    expected = torch.cat([param.grad.flatten().double() for param in plain.parameters()]).norm()  # type: ignore[union-attr]
+    net_loss(model, rank, 0).backward()
+    first = model.clip_grad_norm_(1.0)
+    return [expected.item(), first.item(), model.clip_grad_norm_(math.inf).item()]
+
+
+def test_the_norm_is_that_of_the_averaged_gradient_and_asking_twice_changes_nothing() -> None:
+    for expected, first, second in run_ranks(3, norm_by_hand):
+        assert first == pytest.approx(expected, rel=1e-5)
+        assert second == first
+
+
+def misuse_clipping(rank: int, world: int) -> list[str]:
+    model, optimizer = build()
+    net_loss(model, rank, 0).backward()
+    found = [
+        raised(lambda: model.clip_grad_norm_(-1.0)),
+        raised(lambda: model.clip_grad_norm_(1.0, norm_type=1.0)),
+        raised(lambda: model.clip_grad_norm_(1.0 + rank)),
+    ]
+    optimizer.zero_grad()
+    net_loss(model, rank, 1).backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    lone = layerwise.DataParallel(nn.Linear(4, 4))
+    unclipped, _optimizer = build(clip="none")
+    return [*found, raised(lambda: lone.clip_grad_norm_(1.0)), raised(lambda: unclipped.clip_grad_norm_(1.0))]
+
+
+def test_what_cannot_be_clipped_is_refused_on_every_rank() -> None:
+    for negative, one, different, lone, unclipped in run_ranks(2, misuse_clipping):
+        assert "clip_grad_norm must be a positive number, got -1.0" in negative
+        assert "norm_type must be 2, got 1.0" in one
+        assert "derived different optimizer settings" in different
+        assert "clip_grad_norm=1.0" in different
+        assert "without an optimizer" in lone
+        assert "clip='none'" in unclipped
+
+
+# -- steps that are skipped --------------------------------------------------------------------------
+
+
+def skip(rank: int, world: int, steps: int, more: dict[str, Any], bad: bool = True) -> list[Any]:
+    """What is said and raised in so many steps, all of them with a gradient of NaN on the last rank."""
+    model, optimizer = build(**more)
+    said = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            loss = net_loss(model, rank, step)
+            (loss * math.nan if bad and rank == world - 1 else loss).backward()
+            problem = raised(optimizer.step)
+            said += [(step, problem)] if problem != "nothing was raised" else []
+            optimizer.zero_grad()
+    return [[(str(one.message), one.filename) for one in seen], said, optimizer.stats.step]
+
+
+def test_the_first_skipped_step_and_the_tenth_in_a_row_are_told_of_once_by_the_first_rank() -> None:
+    (warned, raised_, steps), (other, *_) = run_ranks(2, skip, 12, {})
+    assert (raised_, steps, other) == ([], 0, [])
+    assert [text.split(":")[0] for text, _ in warned] == ["step 1 was skipped", "10 steps in a row were skipped"]
+    for text, filename in warned:
+        assert "gradients of 'first.bias', 'first.weight'" in text
+        assert "max_skipped=" in text
+        assert filename.endswith(("test_user_loops.py", "ranks.py"))
+
+
+def test_good_steps_say_nothing() -> None:
+    assert [warned for warned, *_ in run_ranks(2, skip, 3, {}, False)] == [[], []]
+
+
+def test_more_skipped_steps_in_a_row_than_allowed_are_an_error_on_every_rank() -> None:
+    for _, said, steps in run_ranks(2, skip, 4, {"max_skipped": 2}):
+        assert steps == 0
+        assert [step for step, _ in said] == [2, 3]
+        assert "StateError: 3 steps in a row were skipped, max_skipped=2: gradients of" in said[0][1]
+
+
+def test_a_good_step_starts_the_count_anew() -> None:
+    model, optimizer = build(max_skipped=1)
+    for factor in (math.nan, 1.0, math.nan, 1.0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (net_loss(model, 0, 0) * factor).backward()
+            optimizer.step()
+    assert optimizer.stats.step == 2
+
+
+def test_an_overflow_under_loss_scaling_is_no_news_until_it_does_not_end() -> None:
+    model, optimizer = build(loss_scale=layerwise.LossScale())
+
+    def overflow() -> None:
+        (optimizer.scale_loss(net_loss(model, 0, 0)) * math.inf).backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(9):
+            overflow()
+    with pytest.warns(UserWarning, match="10 steps in a row were skipped"):
+        overflow()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True])
+def test_max_skipped_is_a_number_of_steps(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="max_skipped must be a number of steps"):
+        build(max_skipped=wrong)
+
+
+def raise_warnings(rank: int, world: int) -> str:
+    """The first rank takes warnings for errors: then all ranks have one, and go on together."""
+    model, optimizer = build()
+    with warnings.catch_warnings():
+        if rank == 0:
+            warnings.simplefilter("error")
+        (net_loss(model, rank, 0) * math.nan).backward()
+        first = raised(optimizer.step)
+    net_loss(model, rank, 1).backward()
+    optimizer.step()
+    return first
+
+
+def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all() -> None:
+    first, second = run_ranks(2, raise_warnings)
+    assert first.startswith("UserWarning: step 1 was skipped")
+    assert "rank 0 failed where others did not" in second
+
+
+# -- saving, and other wrappers ------------------------------------------------------------------------
+
+
+def save_on_one_rank(rank: int, world: int, layout: str) -> list[Any]:
+    model, optimizer = build(layout)
+    net_loss(model, rank, 0).backward()
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        state = optimizer.state_dict()
+        optimizer.state_dict()
+    holder = [state]
+    dist.broadcast_object_list(holder, src=0)
+    return [[str(one.message) for one in seen], raised(lambda: optimizer.load_state_dict(holder[0]))]
+
+
+def test_a_part_of_the_state_says_once_that_it_is_one_and_another_ranks_part_says_whose_it_is() -> None:
+    (first, _), (second, refused) = run_ranks(2, save_on_one_rank, "flat")
+    assert len(first) == len(second) == 1
+    assert "the part of it that rank 0 of 2 owns, not the whole" in first[0]
+    assert "state dict is the part of rank 0, this is rank 1" in refused
+
+
+def test_state_that_every_rank_has_whole_is_no_part() -> None:
+    for warned, refused in run_ranks(2, save_on_one_rank, "replicated"):
+        assert (warned, refused) == ([], "nothing was raised")
+
+
+def wrap_twice(rank: int, world: int) -> list[str]:
+    parallel = nn.parallel.DistributedDataParallel
+    rules = {"matrix": layerwise.Muon(lr=0.05), "other": layerwise.AdamW(lr=0.01)}
+    model, _ = build()
+    return [
+        raised(lambda: layerwise.Optimizer(parallel(Net()), **rules)),
+        raised(lambda: layerwise.DataParallel(parallel(Net()))),
+        raised(lambda: layerwise.DataParallel([parallel(Net()), Net()])),
+        raised(lambda: parallel(model)),
+    ]
+
+
+def test_each_way_to_put_two_wrappers_around_a_model_is_refused_by_name() -> None:
+    for given, inside, chunk, around in run_ranks(2, wrap_twice):
+        assert "TypeError: model is a DistributedDataParallel" in given
+        assert "Pass layerwise.DataParallel(module) in its place" in given
+        assert "TypeError: module is a DistributedDataParallel" in inside
+        assert "Pass the module that it wraps (.module)" in inside
+        assert "chunk 0 is a DistributedDataParallel" in chunk
+        assert "a layerwise.DataParallel was passed to DistributedDataParallel" in around
+
+
+def unwrap_on_ranks(rank: int, world: int) -> list[Any]:
+    """Right after a step, while new weights are still on their way."""
+    found = []
+    for options in ({}, {"prefetch": 0}, {"overlap_param_gather": False}):
+        torch.manual_seed(3)
+        model = layerwise.DataParallel(Net(), layout="flat", bucket_mib=0.0001, **options)
+        optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.05), other=layerwise.AdamW(lr=0.01))
+        for step in range(2):
+            net_loss(model, rank, step).backward()
+            optimizer.step()
+        module = model.unwrap()
+        found.append([param.detach().clone() for param in module.parameters()])
+    return found
+
+
+def test_an_unwrapped_module_has_the_new_weights_on_every_rank() -> None:
+    ranks = run_ranks(3, unwrap_on_ranks)
+    expected = ranks[0][-1]
+    for found in (found for rank in ranks for found in rank):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_step_after_unwrap_is_refused() -> None:
+    model, optimizer = build()
+    model.unwrap()
+    with pytest.raises(StateError, match="was unwrapped"):
+        optimizer.step()

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import layerwise
+from layerwise.errors import StateError
+from tests.worlds import Net, hash_tensors, net_loss
+
+
+def trained(**more: Any) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
+    torch.manual_seed(3)
+    model = layerwise.DataParallel(Net(), **more)
+    return model, layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.01))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: clip_grad_norm_(list(model.module.parameters()), 1.0),
+        lambda model: torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.ones(())),
+    ],
+)
+def test_torchs_functions_that_clip_are_answered_once_with_what_to_call(ask: Any) -> None:
+    model, _ = trained()
+    net_loss(model, 0, 0).backward()
+    with pytest.warns(UserWarning, match=r"model\.clip_grad_norm_\(max_norm\)") as seen:
+        ask(model)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ask(model)
+
+
+def test_nobody_is_warned_where_there_is_nothing_to_clip() -> None:
+    model, _ = trained()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clip_grad_norm_(model.parameters(), 1.0)
+        net_loss(model, 0, 0).backward()
+        assert all(param.grad is None for param in model.parameters())
+        other = nn.Linear(2, 2)
+        other(torch.ones(1, 2)).sum().backward()
+        clip_grad_norm_(other.parameters(), 1.0)
+        get_total_norm([param.grad for param in other.parameters()])
+
+
+def step_after(forget: Any) -> list[bytes]:
+    """Weights after a step with the gradients of a second backward, the first being forgotten."""
+    model, optimizer = trained()
+    net_loss(model, 0, 0).backward()
+    forget(model, optimizer)
+    net_loss(model, 0, 1).backward()
+    optimizer.step()
+    return hash_tensors([param.detach() for param in model.parameters()])
+
+
+def test_zero_grad_of_the_module_forgets_as_that_of_the_model_and_of_the_optimizer_does() -> None:
+    expected = step_after(lambda model, optimizer: optimizer.zero_grad())
+    holder = nn.ModuleList()
+
+    def within_another(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> None:
+        holder.append(model)
+        holder.zero_grad()
+
+    assert step_after(lambda model, optimizer: model.zero_grad()) == expected
+    assert step_after(lambda model, optimizer: model.module.zero_grad()) == expected
+    assert step_after(lambda model, optimizer: model.module.zero_grad(set_to_none=False)) == expected
+    assert step_after(within_another) == expected
+    assert step_after(lambda model, optimizer: None) != expected
+
+
+def test_zero_grad_of_the_module_leaves_nothing_to_step_with() -> None:
+    model, optimizer = trained()
+    net_loss(model, 0, 0).backward()
+    model.module.zero_grad()
+    with pytest.warns(UserWarning, match="no param has a gradient"):
+        optimizer.step()
+    assert optimizer.stats.skipped
+
+
+def test_zero_grad_of_a_part_is_refused_by_name() -> None:
+    model, optimizer = trained()
+    net_loss(model, 0, 0).backward()
+    model.module.first.zero_grad()
+    with pytest.raises(StateError, match=r"zero_grad\(\) was called on a part.*'last.weight'.*call zero_grad\(\) of"):
+        optimizer.step()
+    net_loss(model, 0, 1).backward()
+    optimizer.step()  # the error forgot all of it
+
+
+def test_a_part_without_gradients_may_be_told_to_forget_them() -> None:
+    model, optimizer = trained()
+    model.module.first.zero_grad()
+    net_loss(model, 0, 0).backward()
+    optimizer.step()
+    assert not optimizer.stats.skipped
+
+
+def test_copies_and_pickles_of_a_hooked_param_are_plain_and_keep_their_gradients() -> None:
+    model, _ = trained()
+    copied = copy.deepcopy(model.module)
+    file = io.BytesIO()
+    torch.save(model.module, file)
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        assert {type(param) for param in other.parameters()} == {nn.Parameter}
+        net_loss(other, 0, 0).backward()
+        assert all(param.grad is not None for param in other.parameters())
+        assert clip_grad_norm_(other.parameters(), 1.0) > 0

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import layerwise
+from layerwise.errors import StateError
+from tests.ranks import raised, run_ranks
+from tests.worlds import Net
+
+
+def optimizer_of(model: nn.Module, **more: Any) -> layerwise.Optimizer:
+    return layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.01), **more)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of one of two ranks that torchrun started, with nobody to meet."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def test_alone_init_makes_no_group_and_says_so() -> None:
+    ranks = layerwise.init(device="cpu")
+    assert (ranks.rank, ranks.world, ranks.local_rank, ranks.device.type) == (0, 1, 0, "cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("build", [layerwise.DataParallel, optimizer_of])
+def test_ranks_that_never_met_do_not_train_a_model_each(build: Any) -> None:
+    with pytest.raises(StateError, match=r"2 ranks \(WORLD_SIZE=2\).*no process group.*Call layerwise.init\(\)"):
+        build(Net())
+
+
+def test_a_launcher_of_one_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert layerwise.DataParallel(Net()).plan.world == 1
+
+
+def init_twice(rank: int, world: int) -> list[Any]:
+    before = dist.group.WORLD
+    ranks = layerwise.init(device="cpu")
+    return [ranks.rank, ranks.world, dist.group.WORLD is before]
+
+
+def test_init_leaves_a_group_that_is_there_as_it_is() -> None:
+    assert run_ranks(2, init_twice) == [[0, 2, True], [1, 2, True]]
+
+
+def wrap_before_meeting(rank: int, world: int) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    model = layerwise.DataParallel(Net())
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    return raised(lambda: optimizer_of(model))
+
+
+def test_a_model_that_was_wrapped_before_ranks_met_is_refused_by_the_optimizer() -> None:
+    for text in run_ranks(2, wrap_before_meeting):
+        assert text.startswith("StateError: the model was wrapped for a single process")
+        assert "2 ranks" in text
+        assert "layerwise.init() first" in text
+
+
+def train_in_groups(rank: int, world: int) -> list[Any]:
+    """Ranks 0 and 2 train one model, rank 1 another."""
+    from tests.worlds import hash_tensors, net_loss
+
+    pair, single = dist.new_group([0, 2]), dist.new_group([1])
+    mine = single if rank == 1 else pair
+    model = layerwise.DataParallel(Net(), process_group=mine, layout="flat")
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        net_loss(model, rank, step).backward()
+        optimizer.step()
+    foreign = raised(lambda: layerwise.DataParallel(Net(), process_group=pair)) if rank == 1 else ""
+    return [hash_tensors([param.detach() for param in model.parameters()]), model.plan.world, foreign]
+
+
+def test_a_process_group_has_the_ranks_to_train_on_and_no_others() -> None:
+    first, alone, third = run_ranks(3, train_in_groups)
+    assert (first[1], alone[1], third[1]) == (2, 1, 2)
+    assert first[0] == third[0]
+    assert first[0] != alone[0]
+    assert "process_group must be a torch ProcessGroup that this rank is in" in alone[2]
+
+
+def test_a_process_group_beside_a_mesh_is_refused() -> None:
+    assert "Leave process_group out" in run_ranks(2, _both)[0]
+
+
+def _both(rank: int, world: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    return raised(lambda: layerwise.DataParallel(Net(), mesh=mesh, process_group=dist.group.WORLD))

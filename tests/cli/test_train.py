@@ -63,7 +63,6 @@ def test_a_plain_run_prints_plain_lines_and_leaves_a_report_and_a_config_that_re
     assert (tmp_path / "run-2" / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_two_ranks_through_torchrun_speak_with_one_voice(tmp_path: Path, text: str) -> None:
     out_dir = tmp_path / "run"
     done = layerwise("train", *SMALL, "--data.path", text, "--train.out-dir", str(out_dir), "--nproc", "2")
@@ -114,12 +113,12 @@ def test_a_signal_ends_the_run_with_a_report(tmp_path: Path, text: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         metrics = out_dir / "metrics.jsonl"
         while not (metrics.exists() and "step" in kinds_in(metrics)) and time.monotonic() < deadline:
             time.sleep(0.1)
         run.send_signal(signal.SIGINT)
-        stdout, stderr = run.communicate(timeout=60)
+        stdout, stderr = run.communicate(timeout=240)
     finally:
         if run.poll() is None:
             run.kill()

@@ -234,6 +234,7 @@ def test_sums_in_the_order_of_ranks_have_the_same_bits_in_every_layout(world: in
             assert len(set(hashes.values())) == 1, hashes
 
 
+@pytest.mark.slow
 def test_sums_in_the_order_of_ranks_do_not_depend_on_buckets_overlap_or_released_gradients() -> None:
     options = {"reducer": "ordered"}
     others = [
@@ -411,6 +412,7 @@ def test_stages_that_disagree_about_a_tie_or_would_update_it_differently_are_tol
         assert TIES[change] in answer, answer
 
 
+@pytest.mark.slow
 def test_checked_collectives_between_stages_know_a_tie_by_its_name() -> None:
     assert_bitwise(4, Arrangement(options={"check_collectives": True}, pp=2, tied="matrix"))
 

@@ -101,6 +101,7 @@ def test_dense_and_expert_blocks_and_accumulation_go_together(text: str) -> None
     assert largest_difference(shared, alone) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_mistakes_with_experts_are_seen(text: str) -> None:
     alone = train_on_rank(0, 1, config_of(text, accumulation=2))
     calls = [(config_of(text, 2), sabotage) for sabotage in ("scaled experts", "dense experts")]

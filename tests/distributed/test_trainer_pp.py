@@ -199,6 +199,7 @@ def test_two_pipelines_side_by_side_train_like_one_rank_in_every_layout(text: st
         assert largest_difference(curve, alone[str(setting["model"])]) < TOLERANCE, setting
 
 
+@pytest.mark.slow
 def test_copies_of_a_weight_that_are_not_tied_are_seen(text: str) -> None:
     model = {"tie_embeddings": True}
     alone = train_on_rank(0, 1, config_of(text, model=model, steps=4))

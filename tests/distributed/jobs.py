@@ -255,7 +255,8 @@ def nested_blocks(rank: int, world: int, setting: Setting, nested: bool) -> list
     for step in range(3):
         with model.no_sync():
             net_loss(model, rank, step, 0).backward()
-            with model.no_sync() if nested else nullcontext():
+            # Not in the first step: what it sees of a backward is what the next ones are taken to be like.
+            with model.no_sync() if nested and step > 0 else nullcontext():
                 net_loss(model, rank, step, 1).backward()
             net_loss(model, rank, step, 2).backward()
         net_loss(model, rank, step, 3).backward()

@@ -5,6 +5,7 @@ A diagonal matrix keeps its zeros, and Newton-Schulz acts on each of its numbers
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import layerwise
+from layerwise.config.coefficients import coefficient_schedule
+from layerwise.kernels.newton_schulz import orthogonalize
+from layerwise.kernels.second_moment import normalise_elements, normalise_rows
+from layerwise.optim.algorithms import MATRIX
 
 START = [0.5, -1.25]
 GRADS = [[0.75, -0.5], [-0.25, -1.0], [1.5, 0.125]]
@@ -23,8 +28,17 @@ NUMBERS: list[dict[str, Any]] = [
     {"lr": 0.11, "weight_decay": 0.2, "momentum": 0.9, "betas": (0.5, 0.9), "extra_scale": 2.5, "clip": 0.4},
 ]
 """Of each step; the clip is the optimizer's own and stays."""
+MODES = ("decoupled", "independent", "coupled")
 TRIPLES = [(3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)]
 EPS = 0.02
+
+
+def numbers(first: int) -> list[dict[str, Any]]:
+    """The live options of each step: modes of decay in turn from the `first` one, Nesterov now and then."""
+    return [
+        {**now, "weight_decay_mode": MODES[(first + step) % 3], "nesterov": (first + step) % 2 == 0}
+        for step, now in enumerate(NUMBERS)
+    ]
 
 
 class Vector(nn.Module):
@@ -45,7 +59,6 @@ class Diagonal(nn.Module):
 class Scalars:
     """The same in plain Python."""
 
-    mode: str
     weights: list[float] = field(default_factory=lambda: list(START))
     m: list[float] = field(default_factory=lambda: [0.0, 0.0])
     v: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -56,9 +69,10 @@ class Scalars:
         norm = math.sqrt(sum(g * g for g in grads))
         grads = [g * min(1.0, now["clip"] / (norm + 1e-6)) for g in grads]
         self.steps += 1
-        if self.mode == "coupled":
+        mode = now["weight_decay_mode"]
+        if mode == "coupled":
             return [g + now["weight_decay"] * w for g, w in zip(grads, self.weights, strict=True)]
-        factor = 1 - now["weight_decay"] * (now["lr"] if self.mode == "decoupled" else 1.0)
+        factor = 1 - now["weight_decay"] * (now["lr"] if mode == "decoupled" else 1.0)
         self.weights = [w * factor for w in self.weights]
         return grads
 
@@ -76,11 +90,11 @@ class Scalars:
             self.weights[i] -= now["lr"] * math.copysign(1.0, b1 * self.m[i] + (1 - b1) * g)
             self.m[i] = b2 * self.m[i] + (1 - b2) * g
 
-    def muon(self, grads: list[float], now: dict[str, Any], *, nesterov: bool) -> None:
+    def muon(self, grads: list[float], now: dict[str, Any]) -> None:
         mu = now["momentum"]
         grads = self.decayed(grads, now)
         self.m = [mu * m + (1 - mu) * g for m, g in zip(self.m, grads, strict=True)]
-        ahead = [(1 - mu) * g + mu * m for m, g in zip(self.m, grads, strict=True)] if nesterov else self.m
+        ahead = [(1 - mu) * g + mu * m for m, g in zip(self.m, grads, strict=True)] if now["nesterov"] else self.m
         norm = math.sqrt(sum(x * x for x in ahead))
         for i, x in enumerate(ahead):
             x /= norm
@@ -89,49 +103,77 @@ class Scalars:
             self.weights[i] -= now["lr"] * 0.2 * math.sqrt(2) * now["extra_scale"] * x
 
 
-def train(module: nn.Module, param: Tensor, rule: Any, to_grad: Any, *, is_matrix: bool) -> list[list[float]]:
+def train(
+    module: nn.Module, param: Tensor, rule: Any, steps: list[dict[str, Any]], *, is_matrix: bool
+) -> list[list[float]]:
     """Weights after each step, with the live options of that step."""
     matrix, other = (rule, layerwise.AdamW(lr=0.9)) if is_matrix else (layerwise.Muon(lr=0.9), rule)
     optimizer = layerwise.Optimizer(module, matrix=matrix, other=other, clip_grad_norm=NUMBERS[0]["clip"])
     found = []
-    for grads, now in zip(GRADS, NUMBERS, strict=True):
+    for grads, now in zip(GRADS, steps, strict=True):
         for group in optimizer.param_groups:
             group.update({name: value for name, value in now.items() if name in group})
-        param.grad = to_grad(grads)
+        param.grad = torch.diag(torch.tensor(grads)) if is_matrix else torch.tensor(grads)
         optimizer.step()
         found.append(param.detach().diagonal().tolist() if is_matrix else param.detach().tolist())
     return found
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "independent", "coupled"])
+AT_FIRST: dict[str, Any] = {"lr": 0.9, "weight_decay": 0.9}
+"""What holds only until somebody writes into the param groups."""
+
+
+@pytest.mark.parametrize("first", range(3))
 @pytest.mark.parametrize("kind", ["adamw", "lion"])
-def test_rules_for_vectors_follow_their_live_options(kind: str, mode: str) -> None:
-    at_first: dict[str, Any] = {"lr": 0.9, "weight_decay": 0.9, "weight_decay_mode": mode, "betas": (0.1, 0.2)}
+def test_rules_for_vectors_follow_their_live_options(kind: str, first: int) -> None:
+    at_first = {**AT_FIRST, "weight_decay_mode": MODES[first - 1], "betas": (0.1, 0.2)}
     rule = layerwise.AdamW(**at_first, eps=EPS) if kind == "adamw" else layerwise.Lion(**at_first)
-    module, expected = Vector(), Scalars(mode)
-    found = train(module, module.gain, rule, torch.tensor, is_matrix=False)
-    for step, (grads, now) in enumerate(zip(GRADS, NUMBERS, strict=True)):
+    module, expected = Vector(), Scalars()
+    found = train(module, module.gain, rule, numbers(first), is_matrix=False)
+    for step, (grads, now) in enumerate(zip(GRADS, numbers(first), strict=True)):
         (expected.adamw if kind == "adamw" else expected.lion)(grads, now)
         assert found[step] == pytest.approx(expected.weights, rel=1e-5)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("mode", ["decoupled", "independent", "coupled"])
-def test_muon_follows_its_live_options(mode: str, nesterov: bool) -> None:
-    rule = layerwise.Muon(
-        lr=0.9,
-        momentum=0.1,
-        nesterov=nesterov,
-        weight_decay=0.9,
-        weight_decay_mode=mode,  # type: ignore[arg-type]
-        coefficients=TRIPLES,
-        steps=2,
-        method="standard",
-        extra_scale=0.1,
-        ns_dtype="fp32",
-    )
-    module, expected = Diagonal(), Scalars(mode)
-    found = train(module, module.layer.weight, rule, lambda grads: torch.diag(torch.tensor(grads)), is_matrix=True)
-    for step, (grads, now) in enumerate(zip(GRADS, NUMBERS, strict=True)):
-        expected.muon(grads, now, nesterov=nesterov)
+@pytest.mark.parametrize("first", range(3))
+def test_muon_follows_its_live_options(first: int) -> None:
+    how: dict[str, Any] = {"coefficients": TRIPLES, "steps": 2, "method": "standard", "ns_dtype": "fp32"}
+    at_first = {"weight_decay_mode": MODES[first - 1], "nesterov": first % 2 == 1, "momentum": 0.1, "extra_scale": 0.1}
+    module, expected = Diagonal(), Scalars()
+    rule = layerwise.Muon(**AT_FIRST, **at_first, **how)
+    found = train(module, module.layer.weight, rule, numbers(first), is_matrix=True)
+    for step, (grads, now) in enumerate(zip(GRADS, numbers(first), strict=True)):
+        expected.muon(grads, now)
         assert found[step] == pytest.approx(expected.weights, rel=1e-5)
+
+
+@pytest.mark.parametrize("ns_dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kind", ["muon", "normuon", "adamuon"])
+def test_a_direction_is_made_by_the_method_in_the_dtype_and_with_the_coefficients_asked_for(
+    kind: str, ns_dtype: str
+) -> None:
+    """Methods and dtypes differ in their last bits only, so bits are what is compared."""
+    update_BMN = torch.randn(1, 6, 20, generator=torch.Generator().manual_seed(0))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[ns_dtype]
+    wire = torch.bfloat16 if ns_dtype == "bf16" else torch.float32
+    seen = []
+    for method, coefficients, steps in itertools.product(("standard", "gram"), ("simple", "quintic"), (2, 5)):
+        how = {"method": method, "coefficients": coefficients, "steps": steps, "ns_dtype": ns_dtype}
+        algorithm, options = MATRIX[kind], {**how, "beta2": 0.5, "eps": 0.1}
+        state = {name: torch.zeros(1, *shape) for name, shape in algorithm.home_state(6, 20).items()}
+        found = algorithm.direction(update_BMN, options, state)
+        rounded = update_BMN.to(wire)
+        polar = orthogonalize(
+            rounded.sign() if kind == "adamuon" else rounded,
+            schedule=coefficient_schedule(coefficients, steps),
+            method=method,
+            dtype=dtype,
+        )
+        moment = next((torch.zeros_like(tensor) for tensor in state.values()), torch.zeros(0))
+        if kind != "muon":
+            normalise = normalise_rows if kind == "normuon" else normalise_elements
+            polar = normalise(polar, moment, beta2=0.5, eps=0.1)
+        assert found.dtype == wire
+        assert torch.equal(found, polar.to(wire)), how
+        seen.append(found)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(seen, 2))

@@ -4,16 +4,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Ranks wait for each other a third of the time: two files of tests at once fill two cores.
-SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Ranks wait for each other a third of the time: two tests at once fill two cores, and who is done first takes over from the other.
+SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test lint poison reliability clean
+.PHONY: train test test-all lint poison reliability clean
 
 train: $(READY)
 	$(BIN)/layerwise train configs/tiny.toml --nproc 2
 
+# One of everything: what to run before and after a change.
 test: $(READY) lint
 	$(SUITE)
+
+# What `make test` leaves out: every option with every other, long searches, sabotaged scenes, the quick profile of the whole reliability board.
+test-all: $(READY)
+	$(SUITE) -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks
@@ -21,9 +26,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# The whole suite with uninitialised memory full of NaN, in this process and in every rank that tests start.
+# Both parts of the suite with uninitialised memory full of NaN, in this process and in every rank that tests start.
 poison: $(READY)
-	LAYERWISE_POISON=1 $(SUITE)
+	LAYERWISE_POISON=1 $(SUITE) -m ""
 
 # Every figure of the reliability board at full count, each with its control.
 reliability: $(READY)

@@ -20,9 +20,9 @@ from layerwise.routing.rules import Route, route_params
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import row_blocks
 
-LIGHT = settings(deadline=None, derandomize=True, max_examples=50)
+LIGHT = settings(max_examples=50)
 """Examples that each plan a whole model."""
-MANY = settings(deadline=None, derandomize=True, max_examples=100)
+MANY = settings(max_examples=100)
 """Examples that are arithmetic on a few integers."""
 
 worlds = st.integers(1, 9)

@@ -137,6 +137,8 @@ class Case:
     bucket_mib: float | None = 0.001
     missing: bool = False
     hyper: dict[str, Any] = field(default_factory=dict)
+    schedule: Sequence[dict[str, Any]] = ()
+    """What changes in `hyper` before each step."""
     shapes: list[tuple[int, int]] | None = None
     exact: bool = True
     options: dict[str, Any] = field(default_factory=dict)
@@ -236,6 +238,13 @@ def rules(hyper: Hyper) -> dict[str, Any]:
     }
 
 
+def reschedule(optimizer: layerwise.Optimizer, oracle: Oracle) -> None:
+    """Write the oracle's numbers of now into the live param groups, as schedulers do."""
+    for group in optimizer.param_groups:
+        fqn = group["fqns"][0]
+        group.update(rules(oracle.of(fqn))["matrix" if fqn in oracle.matrices else "other"].options())
+
+
 def deliver(model: layerwise.DataParallel, grads: dict[str, Tensor], *, sync: bool) -> None:
     """Hand gradients to the model as backward would: through a loss whose gradient they are."""
     params = model.engine.storage.params
@@ -295,6 +304,10 @@ def train_and_compare(rank: int, world: int, case: Case, layouts: Sequence[str] 
             [_gradients(case, shapes, other, step, micro) for micro in range(case.accumulation)]
             for other in range(world)
         ]
+        if step < len(case.schedule):
+            oracle.hyper = replace(oracle.hyper, **case.schedule[step])
+            for _, _, optimizer in runs:
+                reschedule(optimizer, oracle)
         oracle.step([accumulated(micros) for micros in everyone], case.grad_dtype)
         if case.sabotage == "gradient" and step == 1 and rank == 0:
             _nudge_gradient(everyone)

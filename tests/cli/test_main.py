@@ -23,7 +23,7 @@ def layerwise(*words: str, **environment: str) -> subprocess.CompletedProcess[st
         [sys.executable, "-m", "layerwise", *words],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", **environment},
         check=False,
     )
@@ -49,7 +49,7 @@ def test_what_needs_no_torch_does_not_import_it(words: list[str], code: int) -> 
         "import sys\nfrom layerwise.cli.main import main\n"
         f"code = main({words!r})\nprint(code, sorted({{'torch', 'numpy'}} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=240, check=False)
     assert done.stderr.strip().splitlines()[-1] == f"{code} []"
 
 

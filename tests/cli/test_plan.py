@@ -178,7 +178,7 @@ def without_torch(*words: str) -> tuple[int, str, str]:
         "sys.meta_path.insert(0, Nowhere())\n"
         f"from layerwise.cli.main import main\nsys.exit(main({list(words)!r}))"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=240, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

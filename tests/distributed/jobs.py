@@ -202,7 +202,8 @@ def resume(rank: int, world: int, setting: dict[str, Any]) -> tuple[str, str, st
     `weights` says when the model's weights are loaded: before it is wrapped, before the optimizer's state or after it.
     """
     scaled, dtype = setting.get("scaled", False), setting["dtype"]
-    case = Case(dtype=dtype, layout=setting["layout"], bucket_mib=0.002)
+    exact = setting.get("exact", True)
+    case = Case(dtype=dtype, layout=setting["layout"], bucket_mib=0.002, options=setting.get("options", {}))
     hyper = Hyper(matrix=setting["matrix"], weight_decay=0.1)
 
     def start(weights: dict[str, Tensor] | None = None) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
@@ -215,7 +216,8 @@ def resume(rank: int, world: int, setting: dict[str, Any]) -> tuple[str, str, st
 
     def train(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, steps: range) -> None:
         for step in steps:
-            grads = {fqn: gradient(fqn, p.shape, rank, step, 0) for fqn, p in model.engine.storage.params.items()}
+            params = model.engine.storage.params
+            grads = {fqn: gradient(fqn, p.shape, rank, step, 0, exact=exact) for fqn, p in params.items()}
             if scaled:
                 scale = float(optimizer.scale_loss(torch.ones(())))
                 grads = {fqn: grad * scale for fqn, grad in grads.items()}
@@ -242,6 +244,28 @@ def resume(rank: int, world: int, setting: dict[str, Any]) -> tuple[str, str, st
     restored = "as saved" if hash_everything(fresh_optimizer) == saved else "other than saved"
     train(fresh, fresh_optimizer, range(2, 4))
     return hash_everything(optimizer), hash_everything(fresh_optimizer), restored
+
+
+def nested_blocks(rank: int, world: int, setting: Setting, nested: bool) -> list[str]:
+    """Microbatches in a `no_sync()` block within another, or all in one: what is wrong on the way, and a hash after each step."""
+    model, optimizer = net_and_optimizer(setting)
+    for param in model.parameters():
+        param.register_hook(lambda grad: (grad * 64).round() / 64)
+    seen = []
+    for step in range(3):
+        with model.no_sync():
+            net_loss(model, rank, step, 0).backward()
+            # Not in the first step: what it sees of a backward is what the next ones are taken to be like.
+            with model.no_sync() if nested and step > 0 else nullcontext():
+                net_loss(model, rank, step, 1).backward()
+            net_loss(model, rank, step, 2).backward()
+        net_loss(model, rank, step, 3).backward()
+        optimizer.step()
+        planned = optimizer.schedule.bytes_by_collective(model.engine.storage.ranks, 2 if model.plan.shard_grads else 1)
+        if dict(optimizer.stats.bytes_by_collective) != planned:
+            seen.append(f"step {step}: bytes {dict(optimizer.stats.bytes_by_collective)} against {planned}")
+        seen.append(hash_everything(optimizer))
+    return seen
 
 
 def plain_against_wrapped(rank: int, world: int) -> list[str]:

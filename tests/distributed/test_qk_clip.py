@@ -326,13 +326,22 @@ def weights_differ(model: layerwise.DataParallel, oracle: Oracle) -> list[str]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(),
-        Case(dtype=BF16, balance=0.25),
-        Case(options=(("reducer", "ordered"), ("check_collectives", True)), steps=3),
-        Case(dtype=BF16, options=(("param_sync", "broadcast"), ("prefetch", 1)), steps=3),
-        Case(options=(("overlap_param_gather", False),), steps=3),
+        pytest.param(Case(), id="fp32", marks=pytest.mark.slow),
+        pytest.param(Case(dtype=BF16, balance=0.25), id="bf16, queries take a quarter"),
+        pytest.param(
+            Case(options=(("reducer", "ordered"), ("check_collectives", True)), steps=3),
+            id="ordered and compared",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Case(dtype=BF16, options=(("param_sync", "broadcast"), ("prefetch", 1)), steps=3),
+            id="bf16, broadcast, one ahead",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Case(options=(("overlap_param_gather", False),), steps=3), id="no overlap", marks=pytest.mark.slow
+        ),
     ],
-    ids=["fp32", "bf16, queries take a quarter", "ordered and compared", "bf16, broadcast, one ahead", "no overlap"],
 )
 def test_clipped_weights_are_those_of_one_process_in_every_layout(world: int, case: Case) -> None:
     layouts = tuple(layout for layout in LAYOUTS if not (layout == "replicated" and dict(case.options).get("reducer")))

@@ -14,6 +14,7 @@ from layerwise.comm.launch import Ranks, arrange
 from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.train.model import build_gpt, next_byte_loss
 from tests.distributed.trainer_jobs import CPU, Curve, largest_difference, several, small_config, train_on_rank
+from tests.marks import sampled
 from tests.ranks import raised, run_ranks
 
 TOLERANCE = 5e-6
@@ -84,7 +85,7 @@ def curves_of(world: int, *configs: TrainConfig) -> list[Curve]:
     return curves
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, (1, 2)), (4, (2, 4))])
+@pytest.mark.parametrize(("world", "sizes"), sampled([(2, (1, 2)), (4, (2, 4))], (2, (1, 2))))
 def test_ranks_that_share_out_experts_train_like_one_that_has_them_all(
     text: str, world: int, sizes: tuple[int, ...]
 ) -> None:
@@ -100,6 +101,7 @@ def test_dense_and_expert_blocks_and_accumulation_go_together(text: str) -> None
     assert largest_difference(shared, alone) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_mistakes_with_experts_are_seen(text: str) -> None:
     alone = train_on_rank(0, 1, config_of(text, accumulation=2))
     calls = [(config_of(text, 2), sabotage) for sabotage in ("scaled experts", "dense experts")]

@@ -19,6 +19,7 @@ from layerwise.train.data import Batch
 from layerwise.train.model import build_gpt, next_byte_loss
 from layerwise.train.stages import PipelinedModel, build_chunks
 from tests.distributed.trainer_jobs import CPU, Curve, largest_difference, several, small_config, train_on_rank
+from tests.marks import sampled
 from tests.ranks import raised, run_ranks
 
 EXACT = 1e-12
@@ -168,7 +169,7 @@ def curves_of(world: int, *configs: TrainConfig) -> list[Curve]:
     return curves
 
 
-@pytest.mark.parametrize(("tied", "tolerance"), [(False, EXACT), (True, TOLERANCE)])
+@pytest.mark.parametrize(("tied", "tolerance"), sampled([(False, EXACT), (True, TOLERANCE)], (False, EXACT)))
 def test_a_pipeline_of_two_ranks_trains_like_one_rank(text: str, tied: bool, tolerance: float) -> None:
     model = {"tie_embeddings": tied}
     alone = train_on_rank(0, 1, config_of(text, model=model, accumulation=2))
@@ -179,6 +180,7 @@ def test_a_pipeline_of_two_ranks_trains_like_one_rank(text: str, tied: bool, tol
         assert largest_difference(curve, alone) < tolerance, setting
 
 
+@pytest.mark.slow
 def test_two_pipelines_side_by_side_train_like_one_rank_in_every_layout(text: str) -> None:
     tied, experts = {"tie_embeddings": True}, {"n_experts": 4, "expert_hidden": 8, "moe_every": 2}
     settings: list[dict[str, Any]] = [
@@ -197,6 +199,7 @@ def test_two_pipelines_side_by_side_train_like_one_rank_in_every_layout(text: st
         assert largest_difference(curve, alone[str(setting["model"])]) < TOLERANCE, setting
 
 
+@pytest.mark.slow
 def test_copies_of_a_weight_that_are_not_tied_are_seen(text: str) -> None:
     model = {"tie_embeddings": True}
     alone = train_on_rank(0, 1, config_of(text, model=model, steps=4))

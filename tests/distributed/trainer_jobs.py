@@ -23,6 +23,7 @@ from layerwise.config.schema import (
 )
 from layerwise.train import experts, loop
 from layerwise.train.metrics import Record, StepRecord
+from tests.worlds import rounds_of
 
 CPU = torch.device("cpu")
 
@@ -111,3 +112,21 @@ def largest_difference(curve: Curve, other: Curve) -> float:
     """The largest relative difference of any loss, norm or validation of two runs."""
     pairs = zip([*curve.losses, *curve.norms, *curve.bpbs], [*other.losses, *other.norms, *other.bpbs], strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def unplanned_bytes(rank: int, world: int, config: TrainConfig, steps: int = 3) -> list[str]:
+    """Train a few steps; what this rank sent or gathered that its plan does not say."""
+    run = loop.prepare(config, Ranks(rank=rank, world=world, local_rank=rank, device=CPU))
+    engine, found = run.model.engine, []
+    for step in range(1, steps + 1):
+        run.train_step(step)
+        sent = dict(run.optimizer.stats.bytes_by_collective)
+        rounds = rounds_of(run.model, config.train.accumulation)
+        planned = run.optimizer.schedule.bytes_by_collective(engine.storage.ranks, rounds)
+        if sent != planned:
+            found.append(f"rank {rank} step {step}: sent {sent}, planned {planned}")
+    run.model.ensure()
+    due = {kind: steps * nbytes for kind, nbytes in engine.publisher.due_nbytes.items()}
+    if dict(engine.gathered_nbytes) != due:
+        found.append(f"rank {rank}: gathered {dict(engine.gathered_nbytes)}, due {due}")
+    return found

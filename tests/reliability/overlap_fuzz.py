@@ -32,7 +32,7 @@ from tests.reliability import Outcome
 from tests.walks import Action, Walk, Way, difference, transport
 
 FULL, QUICK, PER_RUN = 2000, 12, 25
-CAP_S = 30.0
+CAP_S = 120.0
 """What one case may take before its rank is ended."""
 
 LAYOUTS = ("flat", "padded", "compact", "replicated", "auto")

@@ -226,5 +226,5 @@ def differ_in_parts(rank: int, world: int, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["uneven_all_gather", "broadcast"])
 def test_ranks_that_disagree_about_stretches_or_parts_are_stopped(kind: str) -> None:
-    for answer in run_ranks(2, differ_in_parts, kind, pg_timeout_s=3.0):
+    for answer in run_ranks(2, differ_in_parts, kind):
         assert answer.startswith("ContractError")

@@ -32,7 +32,7 @@ class Work:
         self.is_waited_for.set()
         if self.error is not None:
             raise self.error
-        assert self.arrived.wait(timeout=10)
+        assert self.arrived.wait(timeout=60)
         self.bucket.replica.fill_(7.0)
 
     def is_completed(self) -> bool:
@@ -132,13 +132,13 @@ def test_a_second_thread_does_not_read_what_the_first_still_waits_for() -> None:
     ]
     for reader in readers:
         reader.start()
-        assert work.is_waited_for.wait(timeout=10)
+        assert work.is_waited_for.wait(timeout=60)
     readers[1].join(timeout=0.2)
     assert readers[1].is_alive()
     assert not found
     work.arrived.set()
     for reader in readers:
-        reader.join(timeout=10)
+        reader.join(timeout=60)
     assert found == [7.0 * 16] * 2
 
 

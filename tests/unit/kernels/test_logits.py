@@ -52,6 +52,8 @@ def test_blocks_have_the_maximum_of_the_whole(shapes: Any, limits: tuple[int, in
     size = (query.shape[-2], key.shape[-2])
     kept = whole_numbers(*size, seed=2) > -2
     per_head = whole_numbers(query.shape[-3], *size, seed=3)
+    per_sample = whole_numbers(*query.shape[:-3], 1, *size, seed=4)
+    per_both = whole_numbers(*query.shape[:-2], *size, seed=5)
     with mock.patch.multiple(module, _BLOCK_NUMEL=limits[0], _MOST_ROWS=limits[1]):
         for mask, is_causal, scale in (
             (None, False, None),
@@ -62,6 +64,10 @@ def test_blocks_have_the_maximum_of_the_whole(shapes: Any, limits: tuple[int, in
             (per_head > 0, False, 2.0),
             (per_head, False, None),
             (torch.where(kept, 0.0, -math.inf), False, None),
+            (per_sample > -2, False, None),
+            (per_sample, False, 0.5),
+            (per_both > 0, False, None),
+            (4.0 * per_both, False, None),
         ):
             found = max_logits(query, key, mask, is_causal=is_causal, scale=scale)
             assert found.dtype == torch.float32

@@ -35,7 +35,7 @@ def alive_together(count: int) -> set[tuple[int, int]]:
 
 
 @given(st.lists(SIZES, max_size=3), st.lists(st.integers(0, 2000), max_size=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_passages_that_are_alive_together_have_places_of_their_own(
     domains: list[list[int]], regions: list[int]
 ) -> None:
@@ -51,7 +51,7 @@ def test_passages_that_are_alive_together_have_places_of_their_own(
 
 
 @given(SIZES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_memory_is_not_much_more_than_what_is_alive_at_once(passages: list[int]) -> None:
     own = place_slots([passages]).own_nbytes
     alive = max((sum(passages[max(0, last - 2) : last + 1]) for last in range(len(passages))), default=0)

@@ -153,6 +153,19 @@ def test_pulling_one_changed_weight_leaves_the_fp32_bits_of_all_others() -> None
     assert bucket.master[6] == 3.0
 
 
+def test_pulling_takes_every_param_of_a_bucket_from_its_own_place() -> None:
+    module = nn.ModuleList([nn.Linear(4, rows, bias=False, dtype=torch.bfloat16) for rows in (3, 5, 2)])
+    model = layerwise.DataParallel(module, overlap_param_gather=False)
+    (bucket,) = model.engine.storage.buckets
+    for number, layer in enumerate(module):
+        layer.weight.data.copy_(torch.arange(layer.weight.numel()).view_as(layer.weight) + 100.0 * number)
+    model.pull_from_replicas()
+    assert len(bucket.spans) == 3
+    for span in bucket.spans:
+        written = dict(module.named_parameters())[span.fqn].detach().reshape(-1)
+        assert bucket.master[span.part].tolist() == written.float().tolist()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_a_scripted_module_is_refused_by_name_and_can_be_trained_without_overlap() -> None:
     module = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 2)))

@@ -355,7 +355,7 @@ def check_compiled(run: Training, forward: Forward | None) -> None:
 
 
 WAYS = [
-    pytest.param({"backend": "eager", "fullgraph": True}, 0, id="eager, prefetch=0"),
+    pytest.param({"backend": "eager", "fullgraph": True}, 0, id="eager, prefetch=0", marks=pytest.mark.slow),
     pytest.param({"backend": "aot_eager", "fullgraph": True}, None, id="aot_eager"),
 ]
 

@@ -79,7 +79,7 @@ SPLITS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(SPLITS)
 def test_parts_cover_every_element_of_the_param_once(split: Split) -> None:
     seen: list[int] = []

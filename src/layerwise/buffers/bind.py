@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from layerwise.buffers import names
 from layerwise.buffers.known import is_transposed_linear, known_splits
+from layerwise.buffers.names import joined, unwrapped
 from layerwise.dtypes import DType
 from layerwise.routing.spec import DENSE, DOMAINS, ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import Split, row_blocks, transposed
@@ -111,7 +113,7 @@ def named_params(*chunks: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All params by fqn, one entry per tensor, also if chunks share it."""
     seen: set[int] = set()
     for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
-        for name, param in chunk.named_parameters():
+        for name, param in names.named_parameters(chunk):
             if id(param) not in seen:
                 seen.add(id(param))
                 yield f"{prefix}{name}", param
@@ -120,7 +122,7 @@ def named_params(*chunks: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def named_buffers(*chunks: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All buffers of the modules by name."""
     for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
-        for name, buffer in chunk.named_buffers():
+        for name, buffer in names.named_buffers(chunk):
             yield f"{prefix}{name}", buffer
 
 
@@ -140,7 +142,7 @@ def _method(module: nn.Module, name: str) -> Callable[[], object] | None:
 def declarations(*chunks: nn.Module, method: str) -> Iterator[tuple[str, nn.Module, object]]:
     """Every module that tells us something by this method: its name, itself, and what it says."""
     for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
-        for name, module in chunk.named_modules():
+        for name, module in names.named_modules(chunk):
             declare = _method(module, method)
             if declare is not None:
                 yield f"{prefix}{name}" if name else prefix.removesuffix("."), module, declare()
@@ -157,17 +159,17 @@ def _declared_domains(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         declared = declare()
         if not isinstance(declared, Mapping):
             raise TypeError(f"{where} returned {type(declared).__name__}: expected a dict from param name to domain.")
-        names = dict(child.named_parameters())
+        params = dict(names.named_parameters(child))
         for local, domain in declared.items():
-            if local not in names:
+            if local not in params:
                 raise ValueError(
-                    f"{where} names {local!r}, which is no param of it. Its params: {', '.join(sorted(names))}."
+                    f"{where} names {local!r}, which is no param of it. Its params: {', '.join(sorted(params))}."
                 )
             if domain not in DOMAINS:
                 raise ValueError(
                     f"{where} puts {local!r} into domain {domain!r}: expected one of {', '.join(map(repr, DOMAINS))}."
                 )
-            found[f"{prefix}.{local}" if prefix else local] = domain
+            found[joined(prefix, local)] = domain
     return found
 
 
@@ -177,8 +179,8 @@ def domains_by_prefix(*chunks: nn.Module) -> Callable[[str], str]:
     domains: dict[str, str] = {}
     frozen: set[str] = set()
     for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
-        declared = _declared_domains(dict(chunk.named_modules(remove_duplicate=False)))
-        for fqn, param in chunk.named_parameters(remove_duplicate=False):
+        declared = _declared_domains(dict(names.named_modules(chunk, remove_duplicate=False)))
+        for fqn, param in names.named_parameters(chunk, remove_duplicate=False):
             domains[f"{prefix}{fqn}"] = declared.get(fqn, DENSE)
             frozen.update(() if param.requires_grad else (f"{prefix}{fqn}",))
     within: dict[str, set[str]] = {}
@@ -207,7 +209,7 @@ def domains_by_prefix(*chunks: nn.Module) -> Callable[[str], str]:
 
 def vocabulary_shapes(*chunks: nn.Module) -> set[tuple[int, int]]:
     """Shapes of the tables that look up tokens."""
-    return {shape for chunk in chunks for shape in _vocabularies(dict(chunk.named_modules()))}
+    return {shape for chunk in chunks for shape in _vocabularies(dict(names.named_modules(chunk)))}
 
 
 def _all_splits(modules: Mapping[str, nn.Module]) -> dict[str, Split]:
@@ -240,14 +242,14 @@ def _declared_splits(module: nn.Module, prefix: str) -> dict[str, Split]:
     if not declared:
         return {}
     found: dict[str, Split] = {}
-    params = dict(module.named_parameters())
+    params = dict(names.named_parameters(module))
     for local, split in declared.items():
         if local not in params:
             raise ValueError(
                 f"{type(module).__name__}.matrix_splits() names {local!r}, which is no param of it. Its params: "
                 f"{', '.join(sorted(params))}."
             )
-        fqn = f"{prefix}.{local}" if prefix else local
+        fqn = joined(prefix, local)
         if isinstance(split, Split):
             found[fqn] = split
         else:
@@ -298,11 +300,7 @@ def _repeated(modules: Mapping[str, nn.Module]) -> frozenset[str]:
     found: set[str] = set()
     for prefix, child in modules.items():
         if isinstance(child, nn.ModuleList | nn.Sequential):
-            blocks = [
-                f"{prefix}.{name}" if prefix else name
-                for name, block in child.named_children()
-                if any(block.children())
-            ]
+            blocks = [joined(prefix, name) for name, block in names.named_children(child) if block._modules]
             found.update(blocks if len(blocks) > 1 or isinstance(child, nn.ModuleList) else ())
     return frozenset(found)
 
@@ -345,6 +343,7 @@ def _vocabulary_heads(
             heads.add(id(_weight(child)))
     named = getattr(root, "get_output_embeddings", None)
     output = named() if callable(named) else None
+    output = unwrapped(output) if isinstance(output, nn.Module) else None
     return heads | ({id(_weight(output))} if isinstance(output, nn.Linear) else set())
 
 
@@ -361,7 +360,7 @@ def _label_heads(root: nn.Module, modules: Mapping[str, nn.Module], blocks: froz
 def _expert_counts(module: nn.Module) -> set[int]:
     """How many experts a module holds: members of a list, or entries of stacked weights, of what is called experts."""
     found = set()
-    for name, child in module.named_children():
+    for name, child in names.named_children(module):
         if "expert" in f"{name} {type(child).__name__}".lower():
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 found.add(len(child))
@@ -379,7 +378,7 @@ def _routers(modules: Mapping[str, nn.Module]) -> dict[int, int]:
             held = [param for param in child.parameters(recurse=False) if param.ndim == 2]
             found.update({id(weight): weight.shape[0] for weight in (*held, *last) if weight is not None})
         counts = _expert_counts(child)
-        for sibling in child.children() if counts else ():
+        for _, sibling in names.named_children(child) if counts else ():
             if _is_linear(sibling) and _weight_shape(sibling)[0] in counts:
                 found[id(_weight(sibling))] = _weight_shape(sibling)[0]
     return found
@@ -443,14 +442,14 @@ def _chunk_specs(
     module: nn.Module, prefix: str, vocabularies: Collection[tuple[int, int]]
 ) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
     names_by_id: dict[int, list[str]] = {}
-    for fqn, param in module.named_parameters(remove_duplicate=False):
+    for fqn, param in names.named_parameters(module, remove_duplicate=False):
         names_by_id.setdefault(id(param), []).append(fqn)
-    modules = dict(module.named_modules(remove_duplicate=False))
+    modules = dict(names.named_modules(module, remove_duplicate=False))
     splits, blocks, domains = _all_splits(modules), _repeated(modules), _declared_domains(modules)
     vocabulary_heads = _vocabulary_heads(module, modules, blocks, vocabularies)
     label_heads = _label_heads(module, modules, blocks)
     routers, inputs = _routers(modules), _input_convolutions(modules, blocks)
-    for fqn, param in module.named_parameters():
+    for fqn, param in names.named_parameters(module):
         aliases = tuple(name for name in names_by_id[id(param)] if name != fqn)
         holder = modules[fqn.rpartition(".")[0]]
         yield (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from layerwise.buffers.names import named_children, unwrapped
 from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed
 
 Describe = Callable[[nn.Module], Mapping[str, Split]]
@@ -249,7 +250,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 def _trains(module: nn.Module) -> bool:
     """Whether one of the projections is trainable: frozen ones may be quantised, in shapes that mean nothing here."""
-    children = (getattr(child, "base_layer", child) for child in module.children())
+    children = (unwrapped(getattr(child, "base_layer", child)) for _, child in named_children(module))
     return any(param.requires_grad for holder in (module, *children) for param in holder.parameters(recurse=False))
 
 

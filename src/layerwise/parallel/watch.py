@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerwise.buffers.names import named_modules
 from layerwise.buffers.stale import outside_transforms
 from layerwise.buffers.storage import Bucket
 from layerwise.comm.publisher import Publisher
@@ -28,7 +29,7 @@ they find those stale. (nn.TransformerEncoderLayer does so whenever anything in 
 def refuse_scripted(chunks: Sequence[nn.Module]) -> None:
     """Raise if a module with params cannot have hooks."""
     for chunk in chunks:
-        for name, module in chunk.named_modules():
+        for name, module in named_modules(chunk):
             if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
                 raise TypeError(
                     f"module {name!r} is a torch.jit.ScriptModule, which cannot have the hooks of overlap_param_gather: expected "

@@ -316,6 +316,8 @@ def _take_gradient(fqn: str, reducer_of: Callable[[], GradReducer | None]) -> Ca
     """A hook that brings a param's gradient to its bucket. Python cannot see through such a hook: one that held the
     reducer, and with it the param, would keep the whole model for ever."""
 
+    # Backward may be called in a function that is compiled; what runs under it would be traced as well.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def hook(param: Tensor) -> None:
         reducer = reducer_of()
         grad = grad_of(param)

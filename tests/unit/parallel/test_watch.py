@@ -396,8 +396,54 @@ def test_a_compiled_function_over_weights() -> None:
     assert same(run.weights(), twin.weights())
 
 
+def whole_step(run: Training) -> Callable[[int], float]:
+    """Forward, two backwards, step and zero_grad of a twin of `Training.step`, as one function."""
+
+    def step(number: int) -> float:
+        with run.model.no_sync():
+            loss_of(run, number + 100).backward()
+        loss = loss_of(run, number)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def loss_of(run: Training, number: int) -> Tensor:
+    x, y = (torch.arange(3 * width).view(3, width).to(BF16).add(number).sin() for width in (6, 5))
+    return (run.model(x) - y).square().mean()
+
+
+def test_a_compiled_train_step_has_the_bits_of_an_eager_one() -> None:
+    """Steps, hooks and collectives are never traced: dynamo would give up in the middle of them, with an error."""
+    run, twin = Training(prefetch=0), sync()
+    compiled, eager = torch.compile(whole_step(run), backend="aot_eager"), whole_step(twin)
+    assert [compiled(number) for number in range(4)] == [eager(number) for number in range(4)]
+    assert same(run.weights(), twin.weights())
+
+
+def test_a_compiled_step_of_the_optimizer_has_the_bits_of_an_eager_one() -> None:
+    run, twin = Training(), sync()
+    step = torch.compile(lambda: run.optimizer.step(), backend="aot_eager")
+    for number in range(3):
+        loss_of(run, number).backward()
+        step()
+        loss_of(twin, number).backward()
+        twin.optimizer.step()
+    assert same(run.weights(), twin.weights())
+
+
 def _compiled_on_two_ranks(rank: int, world: int) -> list[str]:
     found = []
+    run, twin = Training(prefetch=1), sync()
+    compiled, eager = torch.compile(whole_step(run), backend="eager"), whole_step(twin)
+    for number in range(3):
+        theirs = eager(number)
+        with late_gathers():
+            if compiled(number) != theirs:
+                found.append(f"rank {rank}, a compiled train step: loss of step {number}")
     how = {"backend": "eager", "fullgraph": True}
     for where in ("before", "after"):
         twin = sync()

@@ -52,6 +52,21 @@ def _problem_with(name: str, value: object) -> str | None:
     return None
 
 
+def plain_option(value: object) -> object:
+    """An option as Python writes it: a scalar of numpy or a tensor of one element becomes a number, also in a pair of betas.
+
+    >>> plain_option([1, "rms"])
+    [1, 'rms']
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain_option, value))
+    item = getattr(value, "item", None)
+    try:
+        return item() if callable(item) else value
+    except (ValueError, RuntimeError):  # more elements than one
+        return value
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -75,11 +90,16 @@ class Rule:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            self._set(field.name, plain_option(getattr(self, field.name)))
             problem = _problem_with(field.name, getattr(self, field.name))
             if problem is not None:
                 raise ValueError(f"{type(self).__name__}: {problem}")
             if field.name == "betas":  # a list from a config file: rules are hashed, so it becomes a tuple
-                object.__setattr__(self, "betas", tuple(self.betas))  # type: ignore[attr-defined]
+                self._set("betas", tuple(self.betas))  # type: ignore[attr-defined]
+
+    def _set(self, name: str, value: object) -> None:
+        """Write a field while the rule is made; nobody else may."""
+        object.__setattr__(self, name, value)
 
     def options(self) -> dict[str, object]:
         """The fields as a param group holds them."""
@@ -127,6 +147,7 @@ class Muon(Rule):
     are stored."""
 
     def __post_init__(self) -> None:
+        self._set("steps", plain_option(self.steps))
         if not isinstance(self.steps, int) or isinstance(self.steps, bool):
             raise ValueError(f"{type(self).__name__}: steps must be an integer, got {self.steps!r}.")
         if not isinstance(self.coefficients, str):
@@ -136,7 +157,7 @@ class Muon(Rule):
                 raise ValueError(
                     f"{type(self).__name__}: coefficients must be a set's name or a list of (a, b, c), got {self.coefficients!r}."
                 ) from None
-            object.__setattr__(self, "coefficients", triples)
+            self._set("coefficients", triples)
         problem = check_coefficients(self.coefficients, self.steps)
         if problem is not None:
             raise ValueError(f"{type(self).__name__}: {problem}")

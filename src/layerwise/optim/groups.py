@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from layerwise.config.rules import RULES_BY_KIND, Rule
 from layerwise.errors import did_you_mean
@@ -65,19 +65,14 @@ def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:
         raise ValueError(f"the route rule that matched {fqn!r}: {error}") from None
 
 
-def check_options(index: int, group: Mapping[str, object]) -> None:
-    """Raise unless the options of a param group make a valid rule, whoever put them there."""
+def live_rule(index: int, group: Mapping[str, object]) -> Rule:
+    """The rule that the options of a param group make now, whoever put them there; raises if they make none."""
     rule = RULES_BY_KIND[str(group["rule"])]
     names = [field.name for field in dataclasses.fields(rule)]
     lacking = [name for name in names if name not in group]
     if lacking:
         raise ValueError(f"param group {index} ({rule.kind}) lacks {', '.join(map(repr, lacking))}.")
     try:
-        rule(**{name: _plain(group[name]) for name in names})  # type: ignore[arg-type]
+        return rule(**{name: group[name] for name in names})  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"param group {index} ({rule.kind}) is not valid: {error}") from None
-
-
-def _plain(value: object) -> object:
-    """An option as a rule takes it: schedulers may have put a tensor there."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,12 @@ from layerwise.comm.groups import (
 )
 from layerwise.comm.roster import check_alike
 from layerwise.config.clipping import QKClip
-from layerwise.config.rules import Rule
+from layerwise.config.rules import Rule, plain_option
 from layerwise.dtypes import DType
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.schedule import CommSchedule
-from layerwise.optim.groups import GroupPlan, check_options, plan_groups
+from layerwise.optim.groups import GroupPlan, live_rule, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler, checked_loss_scale
 from layerwise.optim.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.optim.qk_clip import NOTHING_CLIPPED, Clipped, Clipper, Watched, plan_clipping
@@ -44,13 +45,12 @@ from layerwise.routing.spec import DENSE
 _MANY_SKIPS = 10
 """After how many skipped steps in a row a user hears of it again."""
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
 
-
-def _never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def _never_traced(function: _Method) -> _Method:
     """For what may be called within a compiled function: collectives, versions and host values are no part of a graph."""
-    found: Callable[_P, _R] = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    found: _Method = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return found
 
 
@@ -221,6 +221,18 @@ class Optimizer(torch.optim.Optimizer):
             )
         self._engine.reducer.loss_was_scaled = True
         return loss * self._scaler.scale
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler` asks before it steps an optimizer: the one moment to tell its user that it finds no
+        gradients here. Others ask too, to see whether they may clip, so it matters who does."""
+        if not self._plain and isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            raise StateError(
+                "GradScaler.step() was called with a layerwise.Optimizer: it unscales param.grad, and the gradients of a wrapped "
+                "model are in its buffers. Pass loss_scale=layerwise.LossScale() to the Optimizer, call "
+                "optimizer.scale_loss(loss).backward() and optimizer.step(), and leave GradScaler out (or enabled=False)."
+            )
+        return False
 
     @_never_traced
     @torch.no_grad()
@@ -438,7 +450,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_options(self) -> None:
         """Live options must still make a rule: a scheduler or the user may have put anything there."""
         for index, group in enumerate(self.param_groups):
-            check_options(index, group)
+            live_rule(index, group)
         if self._ns_dtypes() != self._planned_ns_dtypes:
             raise StateError(
                 "ns_dtype was changed after construction: the exchange was planned with another dtype. Build a new Optimizer."
@@ -547,7 +559,8 @@ class Optimizer(torch.optim.Optimizer):
         self._is_half_way = True
         self._step_count += 1
         self._engine.reducer.step_number = self._step_count
-        self._update.apply(self.param_groups, divisor, coefficients, self._step_count)
+        live = [live_rule(index, group).options() for index, group in enumerate(self.param_groups)]
+        self._update.apply(live, divisor, coefficients, self._step_count)
         clipped = self._clipper.apply() if self._clipper is not None else NOTHING_CLIPPED
         self._engine.publisher.begin()
         self._is_half_way = False
@@ -574,7 +587,7 @@ def _stats_from(totals: Totals, coefficients: Mapping[str, float]) -> StepStats:
 
 def _in_words(group: Mapping[str, object]) -> dict[str, str]:
     """The options of a live param group."""
-    return {name: repr(value) for name, value in sorted(group.items()) if name not in ("params", "fqns")}
+    return {name: repr(plain_option(value)) for name, value in sorted(group.items()) if name not in ("params", "fqns")}
 
 
 def _is_wrapped(model: object) -> bool:

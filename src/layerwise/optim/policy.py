@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from layerwise.config.rules import plain_option
 from layerwise.errors import listed
 from layerwise.optim.stats import Totals
 
@@ -29,7 +30,8 @@ class GradientPolicy:
 
     def __post_init__(self) -> None:
         for name in ("clip_grad_norm", "skip_above"):
-            bound = getattr(self, name)
+            bound = plain_option(getattr(self, name))
+            object.__setattr__(self, name, bound)
             if bound is not None and not (isinstance(bound, int | float) and bound > 0):
                 raise ValueError(f"{name} must be a positive number, got {bound!r}. None switches it off.")
         most = self.max_skipped

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from layerwise.buffers.storage import Storage
-from layerwise.optim.groups import check_options
+from layerwise.config.rules import plain_option
+from layerwise.optim.groups import live_rule
 
 _KEY = "layerwise"
 
@@ -32,8 +33,11 @@ def describe_spans(storage: Storage) -> dict[str, list[int]]:
 
 
 def export_state(state_dict: dict[str, object], extra: ExtraState) -> dict[str, object]:
-    """torch's state dict with what is ours beside it."""
-    return {**state_dict, _KEY: extra}
+    """torch's state dict with what is ours beside it, and options as plain values: `torch.load` takes no others unless it is
+    told to."""
+    groups: Any = state_dict["param_groups"]
+    plain = [{name: plain_option(value) for name, value in group.items()} for group in groups]
+    return {**state_dict, "param_groups": plain, _KEY: extra}
 
 
 class Fitting(NamedTuple):
@@ -116,7 +120,7 @@ def _check_group(index: int, group: Mapping[str, Any], theirs: Mapping[str, Any]
                 f"param group {index} of the state dict has another {name!r} than the optimizer: "
                 f"{theirs.get(name)!r} against {group.get(name)!r}."
             )
-    check_options(index, theirs)
+    live_rule(index, theirs)
 
 
 def _matched(fqn: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

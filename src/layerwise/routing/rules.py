@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from layerwise.config.rules import plain_option
 from layerwise.errors import did_you_mean, listed
 from layerwise.routing.defaults import DEFAULT_RULES, Family
 from layerwise.routing.matrices import Matrix, matrices_of
@@ -106,7 +107,7 @@ def _frozen(param: ParamSpec) -> str | None:
 
 def _user_route(rule: RouteRule, number: int, param: ParamSpec) -> Route:
     reason = f"matches the user's rule {number} ({rule.label})"
-    options = tuple(sorted(rule.options.items()))
+    options = tuple(sorted((name, plain_option(value)) for name, value in rule.options.items()))
     if rule.to == "other":
         return Route(family="other", reason=reason, options=options)
     try:

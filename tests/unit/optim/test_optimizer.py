@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 from unittest import mock
@@ -229,3 +230,73 @@ def test_whoever_forgets_gradients_forgets_that_their_loss_was_scaled(who: str) 
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(StateError, match="scale_loss"):
         optimizer.step()
+
+
+def test_a_grad_scaler_is_refused_in_words_that_name_what_to_use() -> None:
+    model = layerwise.DataParallel(Net())
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(net_loss(model, 0, 0)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(StateError, match=r"in its buffers. Pass loss_scale=layerwise.LossScale\(\) to the Optimizer"):
+        scaler.step(optimizer)
+    assert optimizer._step_supports_amp_scaling is False, "others ask whether they may clip"
+
+
+def test_a_grad_scaler_that_is_disabled_or_of_a_plain_module_steps() -> None:
+    found = []
+    for enabled, build in ((False, layerwise.DataParallel), (False, Net), (True, Net)):
+        torch.manual_seed(0)
+        module: Any = Net()
+        model: Any = build(module) if build is not Net else module
+        optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+        scaler.scale(net_loss(model, 0, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not optimizer.stats.skipped
+        found.append(module.first.weight.detach().clone())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def as_numpy(value: float) -> Any:
+    return pytest.importorskip("numpy").float32(value)
+
+
+def as_array(value: float) -> Any:
+    return pytest.importorskip("numpy").asarray(value)
+
+
+@pytest.mark.parametrize("kind", [as_numpy, as_array, torch.tensor])
+def test_options_may_be_numpy_scalars_or_tensors(kind: Any) -> None:
+    """In rules, in the options of a route rule, and put into live param groups."""
+    results = []
+    for make in (kind, float):
+        lr, beta, decay = make(0.25), make(0.5), make(0.125)  # the same in fp32
+        routes = [layerwise.RouteRule(pattern="gain", to="other", options={"lr": lr})]
+        model = layerwise.DataParallel(Case().build(), rules=routes)
+        optimizer = layerwise.Optimizer(
+            model,
+            matrix=layerwise.Muon(lr=lr, momentum=beta),
+            other=layerwise.AdamW(lr=lr, betas=(beta, beta)),
+            clip_grad_norm=make(2.0),
+        )
+        for _ in range(2):
+            feed(model)
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] = group["weight_decay"] = decay
+                group.update({"betas": [decay, beta]} if "betas" in group else {})
+        state: dict[str, Any] = optimizer.state_dict()
+        saved = io.BytesIO()
+        torch.save(state, saved)
+        saved.seek(0)
+        optimizer.load_state_dict(torch.load(saved, weights_only=True))
+        results.append((hash_everything(optimizer), model.plan.digest, state["param_groups"]))
+    assert results[0] == results[1]
+
+
+def test_a_tensor_of_several_elements_is_no_number() -> None:
+    with pytest.raises(ValueError, match="lr must be a finite number, got tensor"):
+        layerwise.AdamW(lr=torch.ones(2))  # type: ignore[arg-type]

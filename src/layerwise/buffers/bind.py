@@ -6,11 +6,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from layerwise.buffers import names
 from layerwise.buffers.known import is_transposed_linear, known_splits
@@ -242,7 +247,12 @@ def _declared_splits(module: nn.Module, prefix: str) -> dict[str, Split]:
     if not declared:
         return {}
     found: dict[str, Split] = {}
-    params = dict(names.named_parameters(module))
+    modules = dict(names.named_modules(module))
+    params = {
+        place.fqn: param
+        for fqn, param in names.named_parameters(module)
+        if not (place := _place_of(modules, fqn)).is_scale
+    }
     for local, split in declared.items():
         if local not in params:
             raise ValueError(
@@ -275,9 +285,45 @@ def _declaration(module: nn.Module) -> Mapping[str, Split | Sequence[int]]:
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
-    """A module's own param of that name. Asked for as an attribute, a parametrized weight would be computed, and what
-    computes it may change: spectral_norm counts its iterations."""
-    return module._parameters.get("weight")
+    """A module's own param of that name, or what a parametrization makes it of. Asked for as an attribute, a parametrized
+    weight would be computed, and what computes it may change: spectral_norm counts its iterations."""
+    if "weight" in module._parameters:
+        return module._parameters["weight"]
+    modules = dict(names.named_modules(module))
+    for fqn, param in names.named_parameters(module):
+        if _place_of(modules, fqn) == _Place("", "weight", False):
+            return param
+    return None
+
+
+class _Place(NamedTuple):
+    """Which weight of which module a param is, or what a parametrization makes it of."""
+
+    holder: str
+    name: str
+    is_scale: bool
+
+    @property
+    def fqn(self) -> str:
+        return joined(self.holder, self.name)
+
+
+def _place_of(modules: Mapping[str, nn.Module], fqn: str) -> _Place:
+    """Where a param is for its module: `parametrizations.weight.original1`, `weight_v` and `weight_orig` are its weight."""
+    holder, _, leaf = fqn.rpartition(".")
+    module = modules[holder]
+    if isinstance(module, ParametrizationList):
+        outer, _, name = f".{holder}".rpartition(".parametrizations.")
+        return _Place(outer.removeprefix("."), name, leaf == "original0" and isinstance(module[0], _WeightNorm))
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm | SpectralNorm) and leaf in (f"{hook.name}_{end}" for end in ("g", "v", "orig")):
+            return _Place(holder, hook.name, leaf == f"{hook.name}_g")
+    return _Place(holder, leaf, False)
+
+
+def _type_name(module: nn.Module) -> str:
+    """What a module's class was called before a parametrization made another one of it."""
+    return type_before_parametrizations(module).__name__  # type: ignore[no-untyped-call]
 
 
 def _weight_shape(module: nn.Module) -> tuple[int, int]:
@@ -451,7 +497,9 @@ def _chunk_specs(
     routers, inputs = _routers(modules), _input_convolutions(modules, blocks)
     for fqn, param in names.named_parameters(module):
         aliases = tuple(name for name in names_by_id[id(param)] if name != fqn)
-        holder = modules[fqn.rpartition(".")[0]]
+        place = _place_of(modules, fqn)
+        holder = modules[place.holder]
+        called = () if place.is_scale else (place.fqn, *aliases)
         yield (
             param,
             ParamSpec(
@@ -460,17 +508,19 @@ def _chunk_specs(
                 dtype=_param_dtype(f"{prefix}{fqn}", param),
                 trainable=param.requires_grad,
                 module_kind=_kind_of(holder),
-                module_type=type(holder).__name__,
+                module_type=_type_name(holder),
+                stands_for=f"{prefix}{place.fqn}" if place.fqn != fqn else "",
+                is_scale=place.is_scale,
                 aliases=tuple(f"{prefix}{alias}" for alias in aliases),
-                alias_kinds=tuple(_kind_of(modules[alias.rpartition(".")[0]]) for alias in aliases),
+                alias_kinds=tuple(_kind_of(modules[_place_of(modules, alias).holder]) for alias in aliases),
                 maps_to_vocabulary=id(param) in vocabulary_heads,
                 maps_to_labels=id(param) in label_heads,
                 in_block=_within(fqn, blocks),
                 routes_to=routers.get(id(param), 0),
                 reads_input=id(param) in inputs,
                 conv_groups=holder.groups if isinstance(holder, _ConvNd) else 1,
-                looks_fused=_fused_name(fqn),
-                split=next((splits[name] for name in (fqn, *aliases) if name in splits), None),
+                looks_fused=_fused_name(place.fqn),
+                split=next((splits[name] for name in called if name in splits), None),
                 domain=next((domains[name] for name in (fqn, *aliases) if name in domains), DENSE),
             ),
         )

@@ -35,12 +35,12 @@ class DefaultRule:
 
 
 def _leaf(param: ParamSpec) -> str:
-    return param.fqn.rsplit(".", 1)[-1]
+    return (param.stands_for or param.fqn).rsplit(".", 1)[-1]
 
 
 def _holder(param: ParamSpec) -> str:
     """Name of the module that holds the param, past what adapter libraries put in between."""
-    path = param.fqn.split(".")[:-1]
+    path = (param.stands_for or param.fqn).split(".")[:-1]
     if len(path) > 2 and path[-2] == "modules_to_save":
         path = path[:-1]  # the last step is the name of the adapter
     return next((step for step in reversed(path) if step not in _ADAPTER_STEPS), "")
@@ -51,6 +51,12 @@ def _lora(param: ParamSpec) -> str | None:
     if step is None:
         return None
     return f"is one factor of a low-rank pair ({step!r}): only the product of the two is a matrix of the model"
+
+
+def _scale(param: ParamSpec) -> str | None:
+    if not param.is_scale:
+        return None
+    return f"is the scale that weight_norm sets apart from {param.stands_for!r}: lengths, one for each direction, not a matrix"
 
 
 def _norm(param: ParamSpec) -> str | None:
@@ -180,6 +186,7 @@ def _uncovered(param: ParamSpec) -> str | None:
 
 
 DEFAULT_RULES: tuple[DefaultRule, ...] = (
+    DefaultRule("scales of weight_norm", "other", _scale),
     DefaultRule("norms", "other", _norm),
     DefaultRule("state-space params", "other", _state_space),
     DefaultRule("biases", "other", _bias),

@@ -39,6 +39,10 @@ class ParamSpec:
     module_kind: ModuleKind = ModuleKind.OTHER
     module_type: str = ""
     """Class name of the module that holds it, for the reason given to the user."""
+    stands_for: str = ""
+    """The name of the weight that a parametrization makes of it (weight_norm, spectral_norm ...), where there is one."""
+    is_scale: bool = False
+    """The lengths that weight_norm sets apart from a weight's directions."""
     aliases: tuple[str, ...] = ()
     """Other names of the same tensor, in registration order."""
     alias_kinds: tuple[ModuleKind, ...] = ()

@@ -1,9 +1,13 @@
 """What is read off a model: heads, routers, input layers and tables, by type, sharing, shape and position."""
 
+import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from layerwise.buffers.bind import param_table
 from layerwise.routing.rules import route_params
@@ -120,3 +124,54 @@ def test_a_table_held_by_a_class_called_embeddings_is_no_matrix() -> None:
     embeddings = type("ViTEmbeddings", (nn.Module,), {})()
     embeddings.table = nn.Parameter(nn.Linear(4, 4).weight.detach())
     assert families(nn.ModuleDict({"e": embeddings}))["e.table"] == "other"
+
+
+def both_ways(build: Callable[[], nn.Module]) -> list[tuple[nn.Module, str, str]]:
+    """A module under weight_norm as torch has it now and as it had it, with the names of scale and directions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = torch.nn.utils.weight_norm(build())
+    new = weight_norm(build())
+    return [
+        (new, "layer.parametrizations.weight.original0", "layer.parametrizations.weight.original1"),
+        (old, "layer.weight_g", "layer.weight_v"),
+    ]
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(16, 16), lambda: nn.Conv1d(8, 16, 3), lambda: nn.Conv2d(8, 16, 3)])
+def test_weight_norm_has_directions_that_are_a_matrix_and_a_scale_that_is_none(build: Callable[[], nn.Module]) -> None:
+    plain = route_params(param_table(nn.ModuleDict({"layer": build()})))["layer.weight"]
+    for module, scale, directions in both_ways(build):
+        routes = route_params(param_table(nn.ModuleDict({"layer": module})))
+        assert routes[scale].family == "other"
+        assert routes[scale].reason.startswith("is the scale that weight_norm sets apart from 'layer.weight'")
+        found = routes[directions]
+        assert (found.family, found.reason) == (plain.family, plain.reason)
+        assert [m.logical_shape for m in found.matrices] == [m.logical_shape for m in plain.matrices]
+
+
+class Fused(nn.Module):
+    def __init__(self, splits: bool) -> None:
+        super().__init__()
+        self.qkv = spectral_norm(nn.Linear(8, 24))
+        self.splits = splits
+
+    def matrix_splits(self) -> dict[str, tuple[int, ...]]:
+        return {"qkv.weight": (8, 8, 8)} if self.splits else {}
+
+
+def test_a_parametrized_module_is_what_it_was_before() -> None:
+    model = Model(
+        head=spectral_norm(nn.Linear(6, 50)),
+        segments=weight_norm(nn.Embedding(2, 6)),
+        depthwise=weight_norm(nn.Conv1d(8, 8, 3, groups=8)),
+        fused=Fused(splits=True),
+    )
+    routes = route_params(param_table(model))
+    original, directions = "parametrizations.weight.original", "parametrizations.weight.original1"
+    assert routes[f"head.{original}"].reason == reason(Model(head=nn.Linear(6, 50)), "head.weight")
+    assert routes[f"segments.{directions}"].reason.startswith("is an embedding table (Embedding)")
+    assert routes[f"depthwise.{directions}"].reason.startswith("is a convolution in 8 groups")
+    assert [m.logical_shape for m in routes[f"fused.qkv.{original}"].matrices] == [(8, 8)] * 3
+    with pytest.raises(ValueError, match="looks fused"):
+        route_params(param_table(nn.ModuleDict({"fused": Fused(splits=False)})))

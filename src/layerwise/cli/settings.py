@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerwise.config.load import Loaded, Override, load
+from layerwise.config.load import Loaded, Override, load_what_fits
 from layerwise.config.validate import validate
 from layerwise.errors import ConfigError, Problem
 from layerwise.routing.files import read_rules
@@ -12,11 +12,8 @@ from layerwise.routing.files import read_rules
 
 def load_settings(path: str | None, overrides: Sequence[Override], more: Sequence[Problem] = ()) -> Loaded:
     """Load and validate; one `ConfigError` holds every problem, `more` (of the command's own flags) included."""
-    try:
-        loaded = load(path, overrides)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *more]) from None
-    problems = [*validate(loaded.config), *more]
+    loaded = load_what_fits(path, overrides)
+    problems = [*loaded.problems, *validate(loaded.config, loaded.in_doubt), *more]
     problems = [*problems, *_rule_problems(loaded.config.routing.rules_file, problems)]
     if problems:
         raise ConfigError(problems)

@@ -46,6 +46,12 @@ class Loaded:
     origin_by_path: dict[str, str]
     """`"optim.lr"` -> `"file"` or `"flag"`."""
 
+    problems: tuple[Problem, ...] = ()
+    """What did not fit; the config has defaults in its place."""
+
+    in_doubt: frozenset[str] = frozenset()
+    """Settings whose values nobody knows: those that did not fit, and those that are not there where a name was misspelt."""
+
 
 class _Unfit(ValueError):
     """A value that does not fit its field; the message says what was expected."""
@@ -92,65 +98,88 @@ def _arity(flag: str) -> int:
 
 def load(path: str | None, overrides: Sequence[Override] = ()) -> Loaded:
     """Read `path` (none: all defaults), apply `overrides` on top; one `ConfigError` has every problem of both."""
-    problems: list[Problem] = []
-    values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
-    origins: dict[str, str] = {}
+    loaded = load_what_fits(path, overrides)
+    if loaded.problems:
+        raise ConfigError(loaded.problems)
+    return loaded
+
+
+def load_what_fits(path: str | None, overrides: Sequence[Override] = ()) -> Loaded:
+    """The same, but with problems as a part of the result, so that more of them can be found in what does fit."""
+    taken = _Taken()
     if path is not None:
-        _take_file(path, values, origins, problems)
+        taken.take_file(path)
     for override in overrides:
-        _take_override(override, values, origins, problems)
-    if problems:
-        raise ConfigError(problems)
-    sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
-    return Loaded(TrainConfig(**sections), origins)
+        taken.take_override(override)
+    sections = {name: section(**taken.values[name]) for name, section in SECTIONS.items()}
+    return Loaded(TrainConfig(**sections), taken.origins, tuple(taken.problems), taken.in_doubt())
 
 
-def _take_file(
-    path: str, values: dict[str, dict[str, object]], origins: dict[str, str], problems: list[Problem]
-) -> None:
-    document = _read(path, problems)
-    for section, table in document.items():
+class _Taken:
+    """What was taken from a file and from flags, and what was not."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
+        self.origins: dict[str, str] = {}
+        self.problems: list[Problem] = []
+        self._unfit: set[str] = set()
+        self._misspelt: set[str] = set()
+        """Sections with a name in them that nobody knows: it may mean any setting that is not there."""
+
+    def in_doubt(self) -> frozenset[str]:
+        absent = {
+            f"{section}.{name}"
+            for section in self._misspelt
+            for name in FIELD_TYPES[section]
+            if name not in self.values[section]
+        }
+        return frozenset(self._unfit | absent)
+
+    def _note(self, where: str, what: str) -> None:
+        self.problems.append(Problem(where, what))
+
+    def take_file(self, path: str) -> None:
+        document = _read(path, self.problems)
+        if self.problems or not document.keys() <= SECTIONS.keys():
+            self._misspelt.update(section for section in SECTIONS if section not in document)
+        for section, table in document.items():
+            if section not in SECTIONS:
+                self._note(f"{path}: {section}", f"unknown section.{did_you_mean(section, SECTIONS)}")
+            elif not isinstance(table, Mapping):
+                self._note(f"{path}: {section}", f"expected a section of settings, got {_shown(table)}.")
+                self._misspelt.add(section)
+            else:
+                for name, value in table.items():
+                    self._take(f"{path}: {section}.{name}", (section, str(name)), value, _from_document)
+                    self.origins[f"{section}.{name}"] = "file"
+
+    def take_override(self, override: Override) -> None:
+        section, name = _field_path(override.flag)
         if section not in SECTIONS:
-            problems.append(Problem(f"{path}: {section}", f"unknown section.{did_you_mean(section, SECTIONS)}"))
-        elif not isinstance(table, Mapping):
-            problems.append(Problem(f"{path}: {section}", f"expected a section of settings, got {_shown(table)}."))
+            self._note(override.flag, f"unknown section {section!r}.{did_you_mean(section, SECTIONS)}")
+            self._misspelt.update(SECTIONS)
+        elif not override.words and name in FIELD_TYPES[section]:
+            self._note(override.flag, f"has no value: expected {_expected(FIELD_TYPES[section][name])}.")
+            self._unfit.add(f"{section}.{name}")
         else:
-            for name, value in table.items():
-                _take(f"{path}: {section}.{name}", (section, str(name)), value, _from_document, values, problems)
-                origins[f"{section}.{name}"] = "file"
+            self._take(override.flag, (section, name), override.words, _from_words)
+            self.origins[f"{section}.{name}"] = "flag"
 
-
-def _take_override(
-    override: Override, values: dict[str, dict[str, object]], origins: dict[str, str], problems: list[Problem]
-) -> None:
-    section, name = _field_path(override.flag)
-    if section not in SECTIONS:
-        problems.append(Problem(override.flag, f"unknown section {section!r}.{did_you_mean(section, SECTIONS)}"))
-    elif not override.words and name in FIELD_TYPES[section]:
-        problems.append(Problem(override.flag, f"has no value: expected {_expected(FIELD_TYPES[section][name])}."))
-    else:
-        _take(override.flag, (section, name), override.words, _from_words, values, problems)
-        origins[f"{section}.{name}"] = "flag"
-
-
-def _take(
-    where: str,
-    path: tuple[str, str],
-    value: object,
-    convert: Callable[[object, object], object],
-    values: dict[str, dict[str, object]],
-    problems: list[Problem],
-) -> None:
-    """Convert one value into its place, or say why it does not fit."""
-    section, name = path
-    kinds = FIELD_TYPES[section]
-    if name not in kinds:
-        problems.append(Problem(where, f"unknown setting.{did_you_mean(name, kinds)}"))
-        return
-    try:
-        values[section][name] = convert(kinds[name], value)
-    except _Unfit as unfit:
-        problems.append(Problem(where, str(unfit)))
+    def _take(
+        self, where: str, path: tuple[str, str], value: object, convert: Callable[[object, object], object]
+    ) -> None:
+        """Convert one value into its place, or say why it does not fit."""
+        section, name = path
+        kinds = FIELD_TYPES[section]
+        if name not in kinds:
+            self._note(where, f"unknown setting.{did_you_mean(name, kinds)}")
+            self._misspelt.add(section)
+            return
+        try:
+            self.values[section][name] = convert(kinds[name], value)
+        except _Unfit as unfit:
+            self._note(where, str(unfit))
+            self._unfit.add(f"{section}.{name}")
 
 
 def _read(path: str, problems: list[Problem]) -> Mapping[str, object]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from layerwise.config.coefficients import check_coefficients
 from layerwise.config.schema import (
@@ -100,21 +101,44 @@ _NUMBER_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def validate(config: TrainConfig) -> list[Problem]:
-    """Every problem of `config`; an empty list means that a run may start."""
-    problems = [
-        *_range_problems(config),
-        *_model_problems(config.model),
-        *_expert_problems(config.model, config.parallel),
-        *_pipeline_problems(config),
-        *_gradient_problems(config.parallel),
-        *_optim_problems(config.optim),
-        *_schedule_problems(config),
-        *_data_problems(config),
-        *_rules_file_problems(config.routing.rules_file),
-        *_out_dir_problems(config.train.out_dir),
-    ]
-    return problems or list(_rule_problems(config.optim))
+class _Watched:
+    """A config, or a section of one, that remembers which settings were read."""
+
+    def __init__(self, record: object, paths: set[str], section: str = "") -> None:
+        self._record, self._paths, self._section = record, paths, section
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._record, name)
+        if not self._section:
+            return _Watched(value, self._paths, name)
+        self._paths.add(f"{self._section}.{name}")
+        return value
+
+
+_CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
+    lambda config: _model_problems(config.model),
+    lambda config: _expert_problems(config.model, config.parallel),
+    lambda config: _pipeline_problems(config),
+    lambda config: _gradient_problems(config.parallel),
+    lambda config: _optim_problems(config.optim),
+    lambda config: _schedule_problems(config),
+    lambda config: _data_problems(config),
+    lambda config: _rules_file_problems(config.routing.rules_file),
+    lambda config: _out_dir_problems(config.train.out_dir),
+)
+
+
+def validate(config: TrainConfig, in_doubt: Collection[str] = ()) -> list[Problem]:
+    """Every problem of `config`; an empty list means that a run may start.
+
+    Settings `in_doubt` have values that nobody gave them: whatever depends on one of them is no problem yet.
+    """
+    problems = list(_range_problems(config))
+    for check in _CHECKS:
+        read: set[str] = set()
+        # What was read before a problem came up is what it depends on: checks are generators.
+        problems += [problem for problem in check(_Watched(config, read)) if read.isdisjoint(in_doubt)]
+    return problems if problems or in_doubt else list(_rule_problems(config.optim))
 
 
 def _value(config: TrainConfig, path: str) -> object:

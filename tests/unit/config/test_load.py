@@ -1,9 +1,11 @@
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from layerwise.cli.settings import load_settings
 from layerwise.config.load import FIELD_TYPES, Loaded, dump_json, dump_toml, load, split_overrides
 from layerwise.config.schema import (
     SECTIONS,
@@ -322,3 +324,44 @@ def test_a_path_that_is_far_too_long_does_not_fill_the_screen(flag: str) -> None
     (problem,) = validated(flag, "a" * 5000)
     assert len(problem) < 1000
     assert "aaa...aaa" in problem
+
+
+def settings_problems(path: Path | str | None, *words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None if path is None else str(path), split_overrides(words)[0])
+    return [str(problem).removeprefix(f"{path}: ") for problem in caught.value.problems]
+
+
+def test_misspelt_names_and_bad_values_are_reported_together(write: Callable[[str], Path]) -> None:
+    file = write(
+        "[model]\nn_layers = -4\nd_modl = 3\nn_heads = 4\nn_kv_heads = 3\n[optim]\nlr = 'fast'\nbetas = [2.0, 0.1]\n"
+        "[trian]\nsteps = 3\n[schedule]\nwarmup_steps = 100000\n"
+    )
+    assert settings_problems(file, "--parallel.pp", "8", "--parallel.prefetch", "-1") == [
+        "model.d_modl: unknown setting. Did you mean 'd_model'?",
+        "optim.lr: expected a number, got 'fast'.",
+        "trian: unknown section. Did you mean 'train'?",
+        "model.n_layers: expected an integer from 1 to 10000, got -4.",
+        "parallel.prefetch: expected an integer from 0 to 1000000, got -1.",
+        "model.n_kv_heads: expected a divisor of n_heads=4, got 3: every key head serves the same number of query heads.",
+        "optim.betas: expected two numbers from 0 up to, but not including, 1, got [2.0, 0.1].",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[schedule]\nwarmup_steps = 100000\n[train]\nstep = 200000\n", ()),
+        ("[schedule]\nwarmup_steps = 100000\n[trian]\nsteps = 200000\n", ()),
+        ("[schedule]\nwarmup_steps = 100000\n[train]\nsteps = '200000'\n", ()),
+        ("[schedule]\nwarmup_steps = 100000\n", ("--train.stepz", "200000")),
+        ("[schedule]\nwarmup_steps = 100000\n", ("--trane.steps", "200000")),
+        ("this is no TOML", ("--schedule.warmup-steps", "100000")),
+    ],
+)
+def test_what_depends_on_a_setting_in_doubt_is_no_problem_yet(
+    write: Callable[[str], Path], text: str, words: tuple[str, ...]
+) -> None:
+    """Warm-up is longer than the default of train.steps, which is not what the user meant."""
+    assert len(settings_problems(write(text), *words)) == 1
+    assert any("warmup_steps" in problem for problem in validated("--schedule.warmup-steps", "100000"))

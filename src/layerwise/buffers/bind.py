@@ -323,7 +323,7 @@ def _place_of(modules: Mapping[str, nn.Module], fqn: str) -> _Place:
 
 def _type_name(module: nn.Module) -> str:
     """What a module's class was called before a parametrization made another one of it."""
-    return type_before_parametrizations(module).__name__  # type: ignore[no-untyped-call]
+    return type_before_parametrizations(module).__name__
 
 
 def _weight_shape(module: nn.Module) -> tuple[int, int]:

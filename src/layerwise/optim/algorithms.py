@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -134,8 +134,8 @@ def number(options: Options, name: str) -> float:
 
 
 def _betas(options: Options) -> tuple[float, float]:
-    first, second = options["betas"]  # type: ignore[misc]
-    return float(first), float(second)
+    betas: Any = options["betas"]
+    return float(betas[0]), float(betas[1])
 
 
 def wire_dtype(options: Options) -> torch.dtype:

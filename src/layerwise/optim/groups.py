@@ -11,12 +11,15 @@ from torch import nn
 from layerwise.config.rules import RULES_BY_KIND, Rule
 from layerwise.errors import did_you_mean
 from layerwise.layout.plan import Plan
+from layerwise.routing.defaults import Family
 
 
 @dataclass(frozen=True)
 class GroupPlan:
     """The params that share a rule and its options."""
 
+    name: str
+    """"matrix" or "other" for those that go by the optimizer's own rules, "rule 2" for those of the second route rule."""
     rule: Rule
     fqns: tuple[str, ...]
 
@@ -24,6 +27,7 @@ class GroupPlan:
         """The group as torch.optim.Optimizer holds it; the optimizer reads options back from there at every step."""
         return {
             "params": [params[fqn] for fqn in self.fqns],
+            "name": self.name,
             "rule": self.rule.kind,
             "fqns": list(self.fqns),
             **self.rule.options(),
@@ -31,7 +35,8 @@ class GroupPlan:
 
 
 def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ...]:
-    """Groups in order of first appearance: the family decides the rule, route options override its fields."""
+    """One group for each family, matrix first, then one for each route rule that has options, in the order of the rules;
+    those without params are left out. Values of options decide nothing: a schedule per group outlives a change of them."""
     given: dict[str, object] = {"matrix": matrix, "other": other}
     for name, rule in given.items():
         if not isinstance(rule, Rule):
@@ -42,13 +47,17 @@ def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ..
             f"other={type(other).__name__}(...) is a matrix rule: it cannot update vectors and embeddings. Use AdamW or Lion, and give "
             f"{type(other).__name__} as matrix=."
         )
-    members: dict[Rule, list[str]] = {}
+    members: dict[tuple[int, Family], list[str]] = {}
     for param in plan.table:
         route = plan.routes[param.fqn]
         if route.family != "frozen":
-            base = matrix if route.family == "matrix" else other
-            members.setdefault(_with_options(base, param.fqn, dict(route.options)), []).append(param.fqn)
-    return tuple(GroupPlan(rule, tuple(fqns)) for rule, fqns in members.items())
+            members.setdefault((route.rule if route.options else 0, route.family), []).append(param.fqn)
+    groups = []
+    for (number, family), fqns in sorted(members.items()):
+        base = matrix if family == "matrix" else other
+        rule = _with_options(base, fqns[0], dict(plan.routes[fqns[0]].options))
+        groups.append(GroupPlan(f"rule {number}" if number else family, rule, tuple(fqns)))
+    return tuple(groups)
 
 
 def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:

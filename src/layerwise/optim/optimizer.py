@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _never_traced(function: _Method) -> _Method:
     """For what may be called within a compiled function: collectives, versions and host values are no part of a graph."""
-    found: _Method = torch._disable_dynamo(function)  # type: ignore[attr-defined]
-    return found
+    return cast(_Method, torch._disable_dynamo(function))  # type: ignore[attr-defined]
 
 
 class Planned(NamedTuple):
@@ -586,8 +585,12 @@ def _stats_from(totals: Totals, coefficients: Mapping[str, float]) -> StepStats:
 
 
 def _in_words(group: Mapping[str, object]) -> dict[str, str]:
-    """The options of a live param group."""
-    return {name: repr(plain_option(value)) for name, value in sorted(group.items()) if name not in ("params", "fqns")}
+    """The options of a live param group. Its name is no option: a tied weight may be under another rule elsewhere."""
+    return {
+        name: repr(plain_option(value))
+        for name, value in sorted(group.items())
+        if name not in ("params", "fqns", "name")
+    }
 
 
 def _is_wrapped(model: object) -> bool:

@@ -51,7 +51,7 @@ class Fitting(NamedTuple):
         for target, source in self.tensors:
             target.copy_(source)
         for group, theirs in zip(optimizer.param_groups, self.groups, strict=True):
-            group.update({name: value for name, value in theirs.items() if name != "params"})
+            group.update({name: value for name, value in theirs.items() if name not in ("params", "name")})
 
 
 def fit_state(

@@ -97,6 +97,8 @@ class Route:
     matrices: tuple[Matrix, ...] = ()
     options: tuple[tuple[str, object], ...] = ()
     """Per-rule overrides, sorted by name."""
+    rule: int = 0
+    """Number of the user's rule that decided, from 1 on; 0 for the defaults."""
     is_fallback: bool = False
     """Only a last-resort rule took it."""
 
@@ -109,11 +111,15 @@ def _user_route(rule: RouteRule, number: int, param: ParamSpec) -> Route:
     reason = f"matches the user's rule {number} ({rule.label})"
     options = tuple(sorted((name, plain_option(value)) for name, value in rule.options.items()))
     if rule.to == "other":
-        return Route(family="other", reason=reason, options=options)
+        return Route(family="other", reason=reason, options=options, rule=number)
     try:
         split = rule.split_for(param)
         return Route(
-            family="matrix", reason=_with_split(reason, split), matrices=matrices_of(param, split), options=options
+            family="matrix",
+            reason=_with_split(reason, split),
+            matrices=matrices_of(param, split),
+            options=options,
+            rule=number,
         )
     except ValueError as error:
         raise ValueError(f"route rule {number} ({rule.label}) for param {param.fqn!r}: {error}") from None

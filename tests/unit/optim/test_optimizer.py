@@ -128,6 +128,38 @@ def test_options_of_a_route_rule_make_a_group_of_their_own_that_is_really_used()
     assert moved == {fqn for fqn, param in module.named_parameters() if param.requires_grad} - {"tall.weight"}
 
 
+def test_groups_keep_their_number_order_and_names_when_values_of_options_change() -> None:
+    found = []
+    for lr, bias_lr in ((0.5, 0.25), (0.02, 0.003), (0.25, 0.25)):
+        rules = [
+            layerwise.RouteRule(pattern="norm.weight", to="other"),
+            layerwise.RouteRule(pattern="tall.weight", to="matrix", options={"lr": lr}),
+            layerwise.RouteRule(pattern="frozen.*", to="other", options={"lr": lr}),
+            layerwise.RouteRule(pattern="*.bias", to="other", options={"lr": bias_lr}),
+            layerwise.RouteRule(pattern="gain", to="other", options={"lr": bias_lr}),
+        ]
+        model = layerwise.DataParallel(Case().build(), rules=rules)
+        optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+        found.append([(group["name"], group["fqns"]) for group in optimizer.param_groups])
+        assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.003, lr, bias_lr, bias_lr]
+    assert [name for name, _ in found[0]] == ["matrix", "other", "rule 2", "rule 4", "rule 5"]
+    assert "norm.weight" in found[0][1][1]
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_name_of_a_group_is_compared_and_loaded_nowhere() -> None:
+    model, optimizer = zoo()
+    state: dict[str, Any] = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["name"] = "as it was called elsewhere"
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["name"] == "matrix"
+    optimizer.param_groups[0]["name"] = "mine"
+    feed(model)
+    optimizer.step()
+    assert not optimizer.stats.skipped
+
+
 def test_every_trainable_param_is_in_exactly_one_group() -> None:
     model, optimizer = zoo()
     fqns = [fqn for group in optimizer.param_groups for fqn in group["fqns"]]

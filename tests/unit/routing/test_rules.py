@@ -25,6 +25,12 @@ LINEAR, EMBEDDING, NORM, CONV, OTHER = (
 # One or more params per default rule: the rule's name, the param, where it goes and the reason in words.
 EXAMPLES = [
     (
+        "scales of weight_norm",
+        spec("up.weight_g", (8, 1), LINEAR, "Linear", stands_for="up.weight", is_scale=True),
+        "other",
+        "is the scale that weight_norm sets apart from 'up.weight': lengths, one for each direction, not a matrix",
+    ),
+    (
         "norms",
         spec("norm.weight", (8,), NORM, "LlamaRMSNorm"),
         "other",

@@ -1024,7 +1024,7 @@ def _() -> Scene:
 # ------------------------------------------------------------------------------------------------ copies
 
 
-@misuse("a deep copy of a wrapped model", TypeError, "DataParallel cannot be copied", "before wrapping")
+@misuse("a deep copy of a wrapped model", TypeError, "DataParallel cannot be copied", "copy.deepcopy(model.module)")
 def _() -> Scene:
     model, _, optimizer = trained()
     yield optimizer

@@ -27,7 +27,7 @@ from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.dtypes import DType
-from layerwise.errors import PlanMismatchError, StateError
+from layerwise.errors import PlanMismatchError, StateError, listed
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.slots import Staging
@@ -139,6 +139,13 @@ def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
     trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
     if trainables:
         one_device(trainables)
+
+
+def _is_channels_last(param: Tensor) -> bool:
+    """Whether channels lie next to each other, and the order of its memory is another one than that of its indices."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    own = formats.get(param.ndim)
+    return own is not None and not param.is_contiguous() and param.is_contiguous(memory_format=own)
 
 
 def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> tuple[int, int] | None:
@@ -258,6 +265,14 @@ class Engine:
             vocabularies=self.roster.vocabularies,
         )
         # In here, because a warning may be an error, and one on one rank must be one on all.
+        reordered = [fqn for fqn, param in params.items() if param.requires_grad and _is_channels_last(param)]
+        if reordered and self.groups.rank == 0:
+            warnings.warn(
+                f"channels_last is lost for {listed(reordered)}: a flat buffer holds a weight in the order of its indices. Give the "
+                "model channels_last inputs, x.to(memory_format=torch.channels_last): a convolution computes in the format of its "
+                "input, and torch reorders the weight for it.",
+                stacklevel=6,
+            )
         doubt = suspicion(plan.routes, plan.table)
         if doubt is not None and self.groups.rank == 0:
             warnings.warn(doubt, stacklevel=6)

@@ -280,7 +280,8 @@ class DataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataParallel:
         raise TypeError(
-            "a DataParallel cannot be copied: its params are views of buffers that ranks share. Copy .module before wrapping."
+            "a DataParallel cannot be copied: its params are views of buffers that ranks share. Copy model.module, which gets "
+            "memory of its own, as in copy.deepcopy(model.module) or AveragedModel(model.module)."
         )
 
     def __getstate__(self) -> dict[str, object]:

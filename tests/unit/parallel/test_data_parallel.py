@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import copy
 import gc
+import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import layerwise
 from tests.ranks import raised, run_ranks
@@ -189,3 +193,46 @@ def test_attention_that_reads_its_child_finds_it_fresh_and_takes_its_quick_path(
     with torch.no_grad():
         model(x, x, x)
     assert taken == [True]
+
+
+@pytest.mark.parametrize(("conv", "form"), [(nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)])
+def test_weights_that_lose_channels_last_are_named_and_activations_may_keep_it(
+    conv: Any, form: torch.memory_format
+) -> None:
+    module: Any = nn.Sequential(conv(8, 16, 3), nn.ReLU(), conv(16, 8, 2)).to(memory_format=form)
+    twin = copy.deepcopy(module)
+    with pytest.warns(UserWarning, match="^channels_last is lost for '0.weight', '2.weight':") as caught:
+        model = layerwise.DataParallel(module)
+    assert len(caught) == 1
+    x = torch.randn(2, 8, *(5,) * (form is torch.channels_last_3d), 5, 5).to(memory_format=form)
+    assert all(param.is_contiguous() for param in module.parameters())
+    result = model(x)
+    assert result.is_contiguous(memory_format=form)
+    torch.testing.assert_close(result, twin(x))
+
+
+def test_plain_weights_lose_no_memory_format() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layerwise.DataParallel(nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 1)))
+
+
+def test_an_average_of_the_module_follows_training_and_has_memory_of_its_own() -> None:
+    averages = []
+    for overlap in (True, False):
+        torch.manual_seed(3)
+        model = layerwise.DataParallel(Net().bfloat16(), overlap_param_gather=overlap)
+        optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+        with pytest.raises(TypeError, match=r"Copy model.module, .* AveragedModel\(model.module\)"):
+            AveragedModel(model)
+        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for _ in range(3):
+            model(torch.ones(2, 6, dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(model.module)
+        averages.append(average.module)
+        for ours, theirs in zip(average.module.parameters(), model.module.parameters(), strict=True):
+            assert ours.untyped_storage().nbytes() == ours.nbytes
+            assert not torch.equal(ours, theirs)
+    for ours, theirs in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)

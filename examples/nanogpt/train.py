@@ -1,8 +1,4 @@
-"""A small GPT with layerwise: Muon for matrices, AdamW for everything else. docs/from_ddp.md has the way here.
-
-python examples/nanogpt/train.py
-torchrun --standalone --nproc-per-node 2 examples/nanogpt/train.py
-"""
+"""A small GPT with layerwise: Muon for matrices, AdamW for the rest. docs/from_ddp.md says how train_ddp.py became it."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="", help="a text file; empty: the text of Python's standard library")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and microbatch")

@@ -1,7 +1,12 @@
-"""Write the tables of README.md and docs/ from the committed JSON: `python benchmarks/tables.py`. A test checks that they are up to date."""
+"""Write what README.md and docs/ show of other files: `python benchmarks/tables.py`. A test checks that it is up to date.
+
+Tables come from committed JSON (`<!-- table: NAME -->`), listings from the file they are of (`<!-- file: PATH -->`) and differences from two
+files (`<!-- diff: PATH PATH -->`); each ends at `<!-- end -->`.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import sys
@@ -21,6 +26,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def convergence(data: dict[str, Any]) -> str:
     rows = [[best["rule"], best["lr"], best["val_bpb"]] for best in data["best"].values()]
     return markdown(["rule for matrices", "best lr", f"bits per byte after {data['steps']} steps"], rows)
+
+
+def convergence_sweep(data: dict[str, Any]) -> str:
+    rows = [[run["rule"], run["lr"], run["val_bpb"]] for run in data["runs"]]
+    return markdown(["rule for matrices", "lr", f"bits per byte after {data['steps']} steps"], rows)
 
 
 def optimizer_step(data: dict[str, Any]) -> str:
@@ -172,6 +182,7 @@ def overlap_timeline(data: dict[str, Any]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
+    "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
@@ -188,16 +199,37 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def fill_table(name: str) -> str:
+    source, table = TABLES[name]
+    return table(json.loads((RESULTS / f"{source}.json").read_text()))
+
+
+def fill_file(path: str) -> str:
+    language = {".sh": "bash", ".yaml": "yaml", ".py": "python"}[Path(path).suffix]
+    return f"```{language}\n{(ROOT / path).read_text()}```"
+
+
+def fill_diff(paths: str) -> str:
+    return "```diff\n" + "\n".join(difference(*paths.split(), context=1)) + "\n```"
+
+
+def difference(before: str, after: str, *, context: int) -> list[str]:
+    """The lines of a unified diff between two files of the repository, without the lines that name them."""
+    texts = [(ROOT / path).read_text().splitlines() for path in (before, after)]
+    return list(difflib.unified_diff(*texts, lineterm="", n=context))[2:]
+
+
+FILLS: dict[str, Callable[[str], str]] = {"table": fill_table, "file": fill_file, "diff": fill_diff}
+
+
 def render(text: str) -> str:
-    """The text with every marked table filled in."""
+    """The text with everything that is marked filled in."""
 
     def fill(match: re.Match[str]) -> str:
-        name = match.group(1)
-        source, table = TABLES[name]
-        filled = table(json.loads((RESULTS / f"{source}.json").read_text()))
-        return f"<!-- table: {name} -->\n{filled}\n<!-- end -->"
+        kind, what = match.groups()
+        return f"<!-- {kind}: {what} -->\n{FILLS[kind](what)}\n<!-- end -->"
 
-    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    return re.sub(rf"<!-- ({'|'.join(FILLS)}): ([^\n]+?) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 def main() -> int:

@@ -20,7 +20,8 @@ from tests.distributed.jobs import losses_of_scaling, plain_against_wrapped, res
 from tests.ranks import run_ranks
 from tests.worlds import Net, hash_everything, hash_tensors, net_loss
 
-JORDAN = (3.4445, -4.7750, 2.0315)
+SCALES = {"original": "shape", "match_rms_adamw": "rms"}
+"""What torch.optim.Muon's `adjust_lr_fn` is called here."""
 
 
 def stack() -> nn.Sequential:
@@ -68,43 +69,54 @@ class BesideTorch:
         return found
 
 
-def muon_beside_torch(*, ns_dtype: str, nesterov: bool, method: str, lr: float) -> BesideTorch:
+def muon_beside_torch(*, ns_dtype: str, nesterov: bool, method: str, lr: float, adjust: str) -> BesideTorch:
     matrix = layerwise.Muon(
-        lr=lr, weight_decay=0.1, nesterov=nesterov, coefficients=[JORDAN], ns_dtype=ns_dtype, method=method
+        lr=lr,
+        weight_decay=0.1,
+        nesterov=nesterov,
+        coefficients="simple",
+        ns_dtype=ns_dtype,
+        method=method,
+        scale=SCALES[adjust],
     )
-    options = {"lr": lr, "weight_decay": 0.1, "momentum": 0.95, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
+    options = {"lr": lr, "weight_decay": 0.1, "momentum": 0.95, "nesterov": nesterov, "adjust_lr_fn": adjust}
     return BesideTorch(matrix, torch.optim.Muon, **options)
 
 
-def largest_update(lr: float, module: nn.Module) -> list[float]:
+def largest_update(lr: float, module: nn.Module, adjust: str) -> list[float]:
     """lr times the scale of every layer: an element of an orthogonal matrix is at most 1."""
-    return [lr * 0.2 * max(param.shape) ** 0.5 for param in module.parameters()]
+    shapes = [param.shape for param in module.parameters()]
+    if adjust == "original":
+        return [lr * max(1.0, rows / cols) ** 0.5 for rows, cols in shapes]
+    return [lr * 0.2 * max(rows, cols) ** 0.5 for rows, cols in shapes]
 
 
+@pytest.mark.parametrize("adjust", SCALES)
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_equals_torch_muon_in_fp32(nesterov: bool, method: str) -> None:
+def test_muon_equals_torch_muon_in_fp32(nesterov: bool, method: str, adjust: str) -> None:
     # torch.optim.Muon casts to bf16 for Newton-Schulz; with that one cast made a cast to fp32 the same code runs in fp32. What is left is the rounding of
     # fp32 products in another order (and, for gram, of other products): some 1e-6 of the largest update each, over five steps of slope 3.4.
     lr = 0.02
-    pair = muon_beside_torch(ns_dtype="fp32", nesterov=nesterov, method=method, lr=lr)
+    pair = muon_beside_torch(ns_dtype="fp32", nesterov=nesterov, method=method, lr=lr, adjust=adjust)
     with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone()):
         for number in range(6):
             pair.step(number)
-            for distance, update in zip(pair.distances(), largest_update(lr, pair.ours), strict=True):
+            for distance, update in zip(pair.distances(), largest_update(lr, pair.ours, adjust), strict=True):
                 assert distance <= 3e-5 * update
     assert max(pair.momentum_distances()) <= 1e-6  # torch's lerp against multiply and add: an ulp or two
 
 
+@pytest.mark.parametrize("adjust", SCALES)
 @pytest.mark.parametrize("method", ["standard", "gram"])
-def test_muon_equals_torch_muon_as_it_is_within_bf16(method: str) -> None:
+def test_muon_equals_torch_muon_as_it_is_within_bf16(method: str, adjust: str) -> None:
     # As torch ships it, Newton-Schulz runs in bf16 on both sides with other intermediate roundings. bf16 has 8 bits (0.4 %), five steps and their slope make
     # it 2 % of the largest update per step; over six steps the errors add up.
     lr = 0.02
-    pair = muon_beside_torch(ns_dtype="bf16", nesterov=True, method=method, lr=lr)
+    pair = muon_beside_torch(ns_dtype="bf16", nesterov=True, method=method, lr=lr, adjust=adjust)
     for number in range(6):
         pair.step(number)
-        for distance, update in zip(pair.distances(), largest_update(lr, pair.ours), strict=True):
+        for distance, update in zip(pair.distances(), largest_update(lr, pair.ours, adjust), strict=True):
             assert distance <= 0.02 * (number + 1) * update
     assert max(pair.momentum_distances()) <= 1e-6
 
@@ -126,16 +138,13 @@ def test_control_another_decay_or_coefficient_is_seen_by_these_tolerances() -> N
     adamw = BesideTorch(layerwise.AdamW(**{**wrong_decay, "weight_decay": 0.0}), torch.optim.AdamW, **wrong_decay)
     adamw.step(0)
     assert max(adamw.distances()) > 2.0**-25 * 20
-    muon = BesideTorch(
-        layerwise.Muon(lr=0.02, coefficients=[JORDAN], scale="spectral"),
-        torch.optim.Muon,
-        lr=0.02,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    muon.step(0)
-    assert all(
-        found > 0.02 * update for found, update in zip(muon.distances(), largest_update(0.02, muon.ours), strict=True)
-    )
+    for adjust, wrong in (("original", "unit_rms"), ("match_rms_adamw", "spectral")):
+        matrix = layerwise.Muon(lr=0.02, weight_decay=0.1, coefficients="simple", scale=wrong)
+        muon = BesideTorch(matrix, torch.optim.Muon, lr=0.02, adjust_lr_fn=adjust)
+        muon.step(0)
+        allowed = [0.02 * update for update in largest_update(0.02, muon.ours, adjust)]
+        # unit_rms differs from shape where a matrix is wide
+        assert any(found > limit for found, limit in zip(muon.distances(), allowed, strict=True)), adjust
 
 
 def net_and_optimizer(**settings: Any) -> tuple[Net, layerwise.Optimizer]:

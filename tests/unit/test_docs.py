@@ -51,7 +51,7 @@ def test_the_readme_claims_what_its_code_prints() -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_tables_come_from_the_committed_json(page: Path) -> None:
+def test_tables_listings_and_diffs_are_those_of_the_files_they_come_from(page: Path) -> None:
     text = page.read_text()
     assert render(text) == text, "run: python benchmarks/tables.py"
 

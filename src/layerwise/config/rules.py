@@ -134,7 +134,7 @@ class Muon(Rule):
 
     scale: Scale = "rms"
     """Update scale by matrix shape. rms: 0.2*sqrt(max), spectral: sqrt(max), shape: sqrt(max(1, rows/cols)), unit_rms:
-    sqrt(rows/cols)."""
+    sqrt(rows/cols), none: 1."""
 
     extra_scale: float = 1.0
     """A constant on top of `scale`."""

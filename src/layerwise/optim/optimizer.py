@@ -50,7 +50,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _never_traced(function: _Method) -> _Method:
     """For what may be called within a compiled function: collectives, versions and host values are no part of a graph."""
-    return cast(_Method, torch._disable_dynamo(function))  # type: ignore[attr-defined]
+    return cast(_Method, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Planned(NamedTuple):

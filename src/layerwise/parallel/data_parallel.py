@@ -318,7 +318,7 @@ def _take_gradient(fqn: str, reducer_of: Callable[[], GradReducer | None]) -> Ca
     reducer, and with it the param, would keep the whole model for ever."""
 
     # Backward may be called in a function that is compiled; what runs under it would be traced as well.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def hook(param: Tensor) -> None:
         reducer = reducer_of()
         grad = grad_of(param)

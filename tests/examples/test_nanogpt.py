@@ -1,0 +1,134 @@
+"""The example trainers: what changes between them is counted, and both are run as torchrun would run them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.tables import ROOT, difference
+from tests.ranks import run_ranks
+
+FOLDER = ROOT / "examples" / "nanogpt"
+SCRIPTS = ("train_ddp", "train")
+SMALL = ("--batch-size", "4", "--warmup", "10", "--eval-every", "4")
+"""More warm-up than steps: the learning rate of a step does not depend on how many there will be."""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run_script(rank: int, world: int, script: str, runs: list[tuple[str, list[str]]]) -> list[Any]:
+    """What `main()` of a script returns for each (port, words), in an environment as torchrun leaves it."""
+    dist.destroy_process_group()
+    sys.path.insert(0, str(FOLDER))
+    found = []
+    for port, words in runs:
+        if world > 1:
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **where})
+        found.append(importlib.import_module(script).main(words))
+    return found
+
+
+def val_loss(checkpoint: str) -> float:
+    """The loss of the saved weights in a model that was never wrapped."""
+    from data import Text
+    from model import GPT, GPTConfig
+
+    module = GPT(GPTConfig()).eval()
+    module.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    with torch.no_grad():
+        return float(module(*Text("", GPTConfig().block_size).val_batch(32)))
+
+
+def val_loss_of(rank: int, world: int, checkpoints: list[str]) -> list[float]:
+    sys.path.insert(0, str(FOLDER))
+    return [val_loss(checkpoint) for checkpoint in checkpoints]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of both scripts, on two ranks: eight steps; four steps, and four more in a run that goes on; a step in fp16."""
+    found: dict[str, Any] = {}
+    for script in SCRIPTS:
+        folder = tmp_path_factory.mktemp(script)
+        words = [
+            [*SMALL, "--steps", "8", "--out", f"{folder}/whole"],
+            [*SMALL, "--steps", "4", "--out", f"{folder}/parts"],
+            [*SMALL, "--steps", "8", "--out", f"{folder}/parts", "--resume"],
+            ["--batch-size", "1", "--accumulation", "1", "--steps", "1", "--dtype", "fp16"],
+        ]
+        jobs = [(free_port(), line) for line in words]
+        found[script] = run_ranks(2, run_script, script, jobs)
+        found[f"{script} folder"] = folder
+    return found
+
+
+def test_the_readme_and_the_page_say_how_many_lines_change() -> None:
+    changed = difference("examples/nanogpt/train_ddp.py", "examples/nanogpt/train.py", context=0)
+    gone, come = (sum(line.startswith(sign) for line in changed) for sign in "-+")
+    for page in ("README.md", "docs/from_ddp.md"):
+        said = re.search(r"\*\*(\d+) lines go and (\d+) come\*\*", (ROOT / page).read_text())
+        assert said is not None, page
+        assert said.groups() == (str(gone), str(come)), page
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_loss_goes_down_and_ranks_read_different_text(script: str, runs: dict[str, Any]) -> None:
+    first, second = (rank[0] for rank in runs[script])
+    for history in (first, second):
+        assert history["train"][-1] < history["train"][0] - 0.3
+    assert first["train"] != second["train"]
+    assert first["norm"] == second["norm"]
+    assert len(first["val"]) == 2
+    assert first["val"][1] < first["val"][0]
+    assert second["val"] == []  # validation is the first rank's alone
+
+
+def test_both_scripts_start_from_the_same_losses_and_the_same_gradient_norm(runs: dict[str, Any]) -> None:
+    # The first step has the same weights and samples in both, so accumulation, averaging and the norm must mean the same.
+    for theirs, ours in zip(runs["train_ddp"], runs["train"], strict=True):
+        assert ours[0]["train"][0] == pytest.approx(theirs[0]["train"][0], rel=1e-6)
+        assert ours[0]["norm"][0] == pytest.approx(theirs[0]["norm"][0], rel=1e-5)
+        assert ours[0]["train"][1:] != theirs[0]["train"][1:]  # from then on one is Muon
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_validation_is_that_of_the_saved_weights(script: str, runs: dict[str, Any]) -> None:
+    checkpoints = [f"{runs[f'{script} folder']}/{name}/checkpoint.pt" for name in ("whole", "parts")]
+    (losses,) = run_ranks(1, val_loss_of, checkpoints)
+    whole, _, resumed, _ = runs[script][0]
+    assert losses[0] == pytest.approx(whole["val"][-1], rel=1e-6)
+    assert losses[1] == pytest.approx(resumed["val"][-1], rel=1e-6)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_stopped(script: str, runs: dict[str, Any]) -> None:
+    for whole, begun, resumed, _ in runs[script]:
+        assert begun["train"] + resumed["train"] == whole["train"]
+        assert begun["norm"] + resumed["norm"] == whole["norm"]
+
+
+def test_fp16_sees_the_same_gradient_with_either_way_of_scaling(runs: dict[str, Any]) -> None:
+    (theirs, _), (ours, _) = ([rank[3]["norm"][0] for rank in runs[script]] for script in SCRIPTS)
+    assert ours == pytest.approx(theirs, rel=0.01)  # fp16 has 11 bits
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs_alone(script: str, tmp_path: Path) -> None:
+    words = [*SMALL, "--steps", "4", "--out", str(tmp_path)]
+    ((history,),) = run_ranks(1, run_script, script, [("", words)])
+    assert history["train"][-1] < history["train"][0]
+    assert (tmp_path / "checkpoint.pt").exists()

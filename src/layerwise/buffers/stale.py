@@ -18,6 +18,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from layerwise.buffers.tracing import never_traced
+
 _ATTRIBUTES = (
     *("grad", "grad_fn", "requires_grad", "is_leaf", "_version", "shape", "ndim", "itemsize", "nbytes"),
     *("dtype", "device", "layout", "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn"),
@@ -99,7 +101,7 @@ class StaleGuard:
     """The params of one bucket, guarded while they are stale."""
 
     def __init__(self, params: Sequence[nn.Parameter], ensure: Callable[[], None]) -> None:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        @never_traced
         def bring_up_to_date() -> None:
             outside_transforms(ensure)
 

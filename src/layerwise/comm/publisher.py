@@ -22,6 +22,7 @@ import torch
 
 from layerwise.buffers.stale import StaleGuard
 from layerwise.buffers.storage import Bucket, Storage
+from layerwise.buffers.tracing import never_traced
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
 from layerwise.comm.handles import Handle
@@ -243,7 +244,7 @@ class Publisher:
             self._compiled[bucket.plan.index] = bucket
             self.ensure(bucket)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_traced
     def ensure_compiled(self) -> None:
         """Bring up to date whatever compiled code may read."""
         for bucket in self._compiled.values():

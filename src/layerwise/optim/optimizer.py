@@ -9,12 +9,13 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from layerwise.buffers.storage import refuse_sparse
+from layerwise.buffers.tracing import never_traced
 from layerwise.comm.engine import Engine, Settings
 from layerwise.comm.groups import (
     agree,
@@ -44,13 +45,6 @@ from layerwise.routing.spec import DENSE
 
 _MANY_SKIPS = 10
 """After how many skipped steps in a row a user hears of it again."""
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _never_traced(function: _Method) -> _Method:
-    """For what may be called within a compiled function: collectives, versions and host values are no part of a graph."""
-    return cast(_Method, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Planned(NamedTuple):
@@ -211,7 +205,7 @@ class Optimizer(torch.optim.Optimizer):
             logits_numel=self._clipper.numel if self._clipper is not None else 0,
         )
 
-    @_never_traced
+    @never_traced
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the current loss scale; `step()` divides the gradients by it again."""
         if self._scaler is None:
@@ -233,7 +227,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         return False
 
-    @_never_traced
+    @never_traced
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
         """Reduce what is left of the gradients, update masters, publish replicas. Returns the closure's loss, if there
@@ -328,7 +322,7 @@ class Optimizer(torch.optim.Optimizer):
                 found.add(copies[mine])
         return found
 
-    @_never_traced
+    @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a backward that failed half way. Call it on every rank, after all of them or
         none of them ran a synchronised backward: reductions that some have begun are finished first."""
@@ -348,7 +342,7 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, object]:
         raise TypeError("an Optimizer cannot be pickled: its state lives in the model's buffers. Use state_dict().")
 
-    @_never_traced
+    @never_traced
     def state_dict(self) -> dict[str, object]:
         """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Masters are those of the
         weights as they are: what the user wrote into them counts."""
@@ -365,7 +359,7 @@ class Optimizer(torch.optim.Optimizer):
         self._changed |= self._engine.storage.pull_changed_params()
         return export_state(super().state_dict(), self._extra_state())
 
-    @_never_traced
+    @never_traced
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call

@@ -6,13 +6,14 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from layerwise.buffers.hooked import grad_of
 from layerwise.buffers.storage import refuse_sparse
+from layerwise.buffers.tracing import never_traced
 from layerwise.comm.engine import Engine, Settings
 from layerwise.comm.groups import (
     Mesh,
@@ -170,7 +171,7 @@ class DataParallel(nn.Module):
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self.engine.when_released(handle.remove)
         if len(chunks) == 1:
-            self.forward = _with_signature_of(chunks[0], self)
+            self.forward = _with_signature_of(chunks[0], self)  # type: ignore[method-assign]
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -185,7 +186,7 @@ class DataParallel(nn.Module):
         """What was decided: `.digest`, `.describe()`, `.route(fqn).reason`."""
         return self.engine.plan
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    @partial(never_traced, recursive=False)
     def forward(self, *args: object, **kwargs: object) -> object:
         if len(self.engine.chunks) > 1:
             raise StateError(
@@ -308,9 +309,9 @@ def _with_signature_of(module: nn.Module, model: DataParallel) -> Callable[..., 
             raise StateError("the forward of a DataParallel was kept and called when that was gone: keep the wrapper.")
         return DataParallel.forward(wrapper, *args, **kwargs)
 
-    untraced: Any = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]
-    untraced.__signature__ = inspect.signature(getattr(module, "_orig_mod", module).forward)
-    return cast(Callable[..., object], untraced)
+    untraced = never_traced(forward, recursive=False)
+    untraced.__signature__ = inspect.signature(getattr(module, "_orig_mod", module).forward)  # type: ignore[attr-defined]
+    return untraced
 
 
 def _take_gradient(fqn: str, reducer_of: Callable[[], GradReducer | None]) -> Callable[[Tensor], None]:
@@ -318,7 +319,7 @@ def _take_gradient(fqn: str, reducer_of: Callable[[], GradReducer | None]) -> Ca
     reducer, and with it the param, would keep the whole model for ever."""
 
     # Backward may be called in a function that is compiled; what runs under it would be traced as well.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_traced
     def hook(param: Tensor) -> None:
         reducer = reducer_of()
         grad = grad_of(param)

@@ -1,4 +1,4 @@
-"""The errors layerwise raises, and how a list of problems is written.
+"""The errors layerwise raises, the warnings it gives, and how a list of problems is written.
 
 Every message follows one grammar: what is wrong with which object, what was expected, what was found, what to do.
 """
@@ -6,8 +6,11 @@ Every message follows one grammar: what is wrong with which object, what was exp
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 _MOST_NAMES = 12
 """How many known names a message lists."""
@@ -58,6 +61,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return f" Did you mean {close[0]!r}?"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f" Known: {', '.join(names[:_MOST_NAMES])}{more}." if names else ""
+
+
+_OURS = ("layerwise", "torch")
+
+
+def warn(text: str) -> None:
+    """A warning that points at the user's own line, however deep in the library it is found."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

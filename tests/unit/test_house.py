@@ -82,6 +82,7 @@ def test_the_public_names_are_pinned() -> None:
         "RouteRule",
         "Split",
         "__version__",
+        "init",
         "record_logits",
     ]
     assert all(getattr(layerwise, name) is not None for name in layerwise.__all__)

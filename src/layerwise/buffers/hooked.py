@@ -8,7 +8,6 @@ Python pass here: autograd does not, nor does anything that reads values.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
+
+from layerwise.errors import warn
 
 
 class GradKeeper(Protocol):
@@ -84,14 +85,10 @@ def _answer(asking: FrameType | None, claim: _Claim) -> None:
         keeper.forget_one(claim.fqn)
     elif asking.f_code.co_filename == _CLIP_FILE and keeper not in _WARNED:
         _WARNED.add(keeper)
-        level = 3  # who asks: 1 is here, 2 the property
-        while asking is not None and asking.f_code.co_filename == _CLIP_FILE:
-            asking, level = asking.f_back, level + 1
-        warnings.warn(
+        warn(
             "torch's functions that clip gradients find none in a layerwise.DataParallel, and change nothing: gradients are in "
             "buckets. Call model.clip_grad_norm_(max_norm), or pass clip_grad_norm= to the Optimizer; the norm is in "
             "optimizer.stats.grad_norm.",
-            stacklevel=level,
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +26,7 @@ from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.dtypes import DType
-from layerwise.errors import PlanMismatchError, StateError, listed
+from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.slots import Staging
@@ -267,20 +266,18 @@ class Engine:
         # In here, because a warning may be an error, and one on one rank must be one on all.
         reordered = [fqn for fqn, param in params.items() if param.requires_grad and _is_channels_last(param)]
         if reordered and self.groups.rank == 0:
-            warnings.warn(
+            warn(
                 f"channels_last is lost for {listed(reordered)}: a flat buffer holds a weight in the order of its indices. Give the "
                 "model channels_last inputs, x.to(memory_format=torch.channels_last): a convolution computes in the format of its "
                 "input, and torch reorders the weight for it.",
-                stacklevel=6,
             )
         doubt = suspicion(plan.routes, plan.table)
         if doubt is not None and self.groups.rank == 0:
-            warnings.warn(doubt, stacklevel=6)
+            warn(doubt)
         if self.groups.domains[EXPERT].world < plan.world and not self.roster.has_experts and self.groups.rank == 0:
-            warnings.warn(
+            warn(
                 "the mesh has a dim 'ep', but no module names expert params in param_domains(): all params are averaged "
                 "over all ranks of a stage.",
-                stacklevel=6,
             )
         return plan
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
 from layerwise.comm.handles import Handle
 from layerwise.comm.scopes import scope
-from layerwise.errors import StateError
+from layerwise.errors import StateError, warn
 from layerwise.layout.schedule import CommOp, gather_order, publish_op
 from layerwise.layout.storage import BucketPlan
 
@@ -169,7 +168,7 @@ class Publisher:
             f"{name!r} is read on this rank, which waits for the other ranks to read it too. If they wait for this one, call "
             "model.ensure() on every rank first, or pass prefetch=None to DataParallel."
         )
-        timer = threading.Timer(_PATIENCE_S, warnings.warn, (hint,), {"stacklevel": 2})
+        timer = threading.Timer(_PATIENCE_S, warn, (hint,))
         timer.daemon = True
         timer.start()
         try:
@@ -219,10 +218,9 @@ class Publisher:
             # In here, because a warning may be an error, and one on one rank must be one on all.
             if groups.rank == first and [index for index in self._order if index in asked] != asked:
                 name = self._storage.buckets[asked[0]].plan.placements[0].fqn
-                warnings.warn(
+                warn(
                     "modules run in another order than they were registered in: params are gathered as they run from now "
                     f"on, first the bucket of {name!r}.",
-                    stacklevel=5,
                 )
             return {"order": asked}
 

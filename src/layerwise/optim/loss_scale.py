@@ -4,10 +4,10 @@ vanish."""
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 from layerwise.dtypes import DType
+from layerwise.errors import warn
 from layerwise.layout.plan import Plan
 
 
@@ -75,5 +75,5 @@ def checked_loss_scale(loss_scale: object, plan: Plan) -> LossScale | None:
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(f"loss_scale must be a layerwise.LossScale or None, got {loss_scale!r}.")
     if loss_scale is None and any(buffer.key.dtype is DType.FP16 for buffer in plan.buffers):
-        warnings.warn("params are fp16 and loss_scale is None: small gradients vanish. Pass LossScale().", stacklevel=5)
+        warn("params are fp16 and loss_scale is None: small gradients vanish. Pass LossScale().")
     return loss_scale

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,7 +29,7 @@ from layerwise.comm.roster import check_alike
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
 from layerwise.dtypes import DType
-from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
+from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed, warn
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.schedule import CommSchedule
 from layerwise.optim.groups import GroupPlan, live_rule, plan_groups
@@ -351,10 +350,9 @@ class Optimizer(torch.optim.Optimizer):
         if not self._has_said_part and any(bucket.num_shards > 1 for bucket in self._engine.plan.buckets):
             self._has_said_part = True
             groups = self._engine.groups
-            warnings.warn(
+            warn(
                 f"state_dict() of the optimizer has the part of it that rank {groups.rank} of {groups.world} owns, not the whole: "
                 "save it on every rank, in a file of its own, and load that on the same rank.",
-                stacklevel=2,
             )
         self._changed |= self._engine.storage.pull_changed_params()
         return export_state(super().state_dict(), self._extra_state())
@@ -537,10 +535,9 @@ class Optimizer(torch.optim.Optimizer):
 
             def tell() -> None:
                 if self._engine.groups.rank == 0:
-                    warnings.warn(
+                    warn(
                         f"{many}: {reason}. Weights and optimizer state stay as they are; see optimizer.stats, and max_skipped= to "
                         "raise instead.",
-                        stacklevel=9,
                     )
 
             # A warning may be an error, and one on one rank must be one on all.

@@ -264,6 +264,7 @@ class Optimizer(torch.optim.Optimizer):
         self._check_agreement(totals, problem)
         return totals
 
+    @never_traced
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
         """`DataParallel.clip_grad_norm_`: the norm of the gradients as they are, which the coming step is clipped by. What

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.buffers.hooked import grad_of
+from layerwise.buffers.names import unwrapped
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.buffers.tracing import never_traced
 from layerwise.comm.engine import Engine, Settings
@@ -310,7 +311,7 @@ def _with_signature_of(module: nn.Module, model: DataParallel) -> Callable[..., 
         return DataParallel.forward(wrapper, *args, **kwargs)
 
     untraced = never_traced(forward, recursive=False)
-    untraced.__signature__ = inspect.signature(getattr(module, "_orig_mod", module).forward)  # type: ignore[attr-defined]
+    untraced.__signature__ = inspect.signature(unwrapped(module).forward)  # type: ignore[attr-defined]
     return untraced
 
 

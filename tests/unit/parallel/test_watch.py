@@ -397,13 +397,14 @@ def test_a_compiled_function_over_weights() -> None:
 
 
 def whole_step(run: Training) -> Callable[[int], float]:
-    """Forward, two backwards, step and zero_grad of a twin of `Training.step`, as one function."""
+    """Forward, two backwards, clipping, step and zero_grad, as one function."""
 
     def step(number: int) -> float:
         with run.model.no_sync():
             loss_of(run, number + 100).backward()
         loss = loss_of(run, number)
         loss.backward()
+        run.model.clip_grad_norm_(0.5)
         run.optimizer.step()
         run.optimizer.zero_grad()
         return loss.item()

@@ -11,7 +11,7 @@
 set -euo pipefail
 CONFIG=${CONFIG:-configs/tiny.toml}
 GPUS=${SLURM_GPUS_ON_NODE:-8}
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / GPUS))
 export NCCL_DEBUG=WARN

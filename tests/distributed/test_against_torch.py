@@ -133,7 +133,7 @@ def test_adamw_equals_torch_adamw() -> None:
         assert max(pair.distances()) <= 2.0**-25 * number
 
 
-def test_control_another_decay_or_coefficient_is_seen_by_these_tolerances() -> None:
+def test_control_another_decay_or_scale_is_seen_by_these_tolerances() -> None:
     wrong_decay = {"lr": 0.003, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     adamw = BesideTorch(layerwise.AdamW(**{**wrong_decay, "weight_decay": 0.0}), torch.optim.AdamW, **wrong_decay)
     adamw.step(0)

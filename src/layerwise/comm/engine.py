@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -122,6 +123,18 @@ def plan_for(
         staging=settings.staging,
         stages_by_tie=stages_by_tie,
     )
+
+
+def refuse_sharded(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise if somebody else has cut a param into DTensors already."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none
+    for fqn, param in params.items():
+        if tensors is not None and isinstance(param, tensors.DTensor):
+            raise TypeError(
+                f"param {fqn!r} is a DTensor, cut by fully_shard() or parallelize_module(): expected a plain tensor. Sharded models "
+                "are not supported yet: pass layerwise.DataParallel the module as it was before, which shards gradients and "
+                "optimizer state itself."
+            )
 
 
 def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
@@ -253,6 +266,7 @@ class Engine:
             raise StateError("the model was unwrapped: its module is as it was. Wrap the module anew to train it.")
 
     def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
+        refuse_sharded(params)
         _refuse_claimed(params)
         plan = plan_for(
             self.chunks,

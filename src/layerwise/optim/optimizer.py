@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from layerwise.buffers.bind import named_params
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.buffers.tracing import never_traced
-from layerwise.comm.engine import Engine, Settings
+from layerwise.comm.engine import Engine, Settings, refuse_sharded
 from layerwise.comm.groups import (
     agree,
     agree_despite,
@@ -604,6 +605,7 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
         raise TypeError(
             f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
         )
+    refuse_sharded(dict(named_params(model)))
     if default_world() > 1:
         raise ValueError(
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "

@@ -54,7 +54,7 @@ def test_what_is_raised_in_the_middle_of_training_decides_the_exit_code(
 def test_a_rank_that_cannot_start_is_a_problem_of_the_environment(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rank.launch, "start", raising(RuntimeError("no network")))
+    monkeypatch.setattr(rank.launch, "init", raising(RuntimeError("no network")))
     assert main(words) == ENVIRONMENT
     assert "this rank could not be started: no network" in capsys.readouterr().err
 

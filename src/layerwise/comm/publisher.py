@@ -21,7 +21,6 @@ import torch
 
 from layerwise.buffers.stale import StaleGuard
 from layerwise.buffers.storage import Bucket, Storage
-from layerwise.buffers.tracing import never_traced
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
 from layerwise.comm.handles import Handle
@@ -242,9 +241,8 @@ class Publisher:
             self._compiled[bucket.plan.index] = bucket
             self.ensure(bucket)
 
-    @never_traced
     def ensure_compiled(self) -> None:
-        """Bring up to date whatever compiled code may read."""
+        """Bring up to date whatever compiled code may read. Never to be traced itself."""
         for bucket in self._compiled.values():
             self.ensure(bucket)
 

@@ -27,6 +27,7 @@ from layerwise.comm.groups import (
     describe_mesh,
     num_stages,
 )
+from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
 from layerwise.comm.scopes import scope
 from layerwise.errors import StateError
@@ -45,6 +46,9 @@ _SAME_EVERYWHERE = (
     "check_replicas",
 )
 """Settings that decide when collectives are issued, and are in no plan."""
+
+
+_ensure_compiled = never_traced(Publisher.ensure_compiled)
 
 
 class DataParallel(nn.Module):
@@ -195,7 +199,7 @@ class DataParallel(nn.Module):
                 "model.module[i], or hand the chunks to a pipeline schedule."
             )
         self.engine.check_bound()
-        self.engine.publisher.ensure_compiled()
+        _ensure_compiled(self.engine.publisher)
         return self.engine.chunks[0](*args, **kwargs)
 
     @contextmanager

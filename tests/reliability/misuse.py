@@ -2016,7 +2016,7 @@ def _swapped_states(rank: int, optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 @misuse(
-    "the state dict of another rank", ValueError, "state dict belongs to another", "same rank", world=2, alike=False
+    "the state dict of another rank", ValueError, "state dict is the part of rank", "same rank", world=2, alike=False
 )
 def _(rank: int, world: int) -> Scene:
     model, _, optimizer = trained()

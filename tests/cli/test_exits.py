@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from layerwise.cli import rank
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, OK
 from layerwise.cli.main import main
 from layerwise.errors import ConfigError, PlanMismatchError, Problem
@@ -54,9 +53,13 @@ def test_what_is_raised_in_the_middle_of_training_decides_the_exit_code(
 def test_a_rank_that_cannot_start_is_a_problem_of_the_environment(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rank.launch, "init", raising(RuntimeError("no network")))
+    for variable, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert main(words) == ENVIRONMENT
-    assert "this rank could not be started: no network" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "this rank could not be started" in error
+    assert "MASTER_ADDR" in error
 
 
 def test_a_run_that_finishes_exits_with_nothing_to_complain_of(

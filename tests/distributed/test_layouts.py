@@ -272,6 +272,33 @@ def test_stochastic_rounding_repeats_and_differs_from_the_exact_sum() -> None:
     assert rounded[0] == rounded[1] != exact
 
 
+def sums_of_twins(rank: int, world: int) -> tuple[bool, bool]:
+    """The same gradients in one backward and in two without `no_sync`, in a second step: whether reduced sums are twice as
+    large, to the bit, first where sums do not round and then where they do."""
+    found = []
+    for exact in (True, False):
+        case = Case(exact=exact, options={"reducer": "ordered_bf16"})
+        sums = []
+        for times in (1, 2):
+            model = wrap(case, case.build())
+            optimizer = layerwise.Optimizer(model, **rules(Hyper()))
+            params = model.engine.storage.params
+            grads = {fqn: gradient(fqn, param.shape, rank, 0, 0, exact=exact) for fqn, param in params.items()}
+            for backwards in (1, times):
+                for _ in range(backwards):
+                    deliver(model, grads, sync=True)
+                optimizer.step()
+            # AdamW leaves the averages as they are, Muon what it orthogonalises.
+            adam = [bucket for bucket in model.engine.storage.buckets if "exp_avg" in bucket.state]
+            sums.append(torch.cat([bucket.work for bucket in adam]))
+        found.append(torch.equal(2 * sums[0], sums[1]))
+    return found[0], found[1]
+
+
+def test_gradients_that_come_late_are_rounded_by_chances_of_their_own() -> None:
+    assert run_ranks(2, sums_of_twins) == [(True, False)] * 2
+
+
 def slots_used(rank: int, world: int, layout: str, accumulation: int, overlap: bool) -> list[tuple[int, int, int, int]]:
     """Train with released gradients; per buffer: buckets, most slots leased at once, slots kept, and slots leased now."""
     options = {"shard_grads": True, "overlap_grad_reduce": overlap}

@@ -9,6 +9,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType
 
@@ -66,13 +67,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 _OURS = ("layerwise", "torch")
 
 
-def warn(text: str) -> None:
-    """A warning that points at the user's own line, however deep in the library it is found."""
+def warn(text: str, *, aloud: bool = True) -> None:
+    """A warning that points at the user's own line, however deep in the library it is found.
+
+    What all ranks find, one of them says aloud. Where warnings are errors it is one on the others too: they must not be
+    left waiting for it.
+    """
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    with nullcontext() if aloud else warnings.catch_warnings(record=True):
+        warnings.warn(text, stacklevel=level)
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

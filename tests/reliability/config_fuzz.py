@@ -372,11 +372,11 @@ def check_training(config: TrainConfig, world: int) -> str | None:
 def _sabotaged() -> Iterator[None]:
     """A loader that trusts names: the bug this figure exists to find."""
 
-    def trusting(where: str, path: tuple[str, str], value: object, convert: Any, values: Any, problems: Any) -> None:
+    def trusting(taken: Any, where: str, path: tuple[str, str], value: object, convert: Any) -> None:
         section, name = path
-        values[section][name] = convert(FIELD_TYPES[section][name], value)
+        taken.values[section][name] = convert(FIELD_TYPES[section][name], value)
 
-    with mock.patch.object(load_module, "_take", trusting):
+    with mock.patch.object(load_module._Taken, "_take", trusting):
         yield
 
 

@@ -534,16 +534,11 @@ class Optimizer(torch.optim.Optimizer):
         if (not self._has_skipped and not overflow) or count == _MANY_SKIPS:
             self._has_skipped = True
             many = f"{count} steps in a row were skipped" if count > 1 else f"step {self._step_count + 1} was skipped"
-
-            def tell() -> None:
-                if self._engine.groups.rank == 0:
-                    warn(
-                        f"{many}: {reason}. Weights and optimizer state stay as they are; see optimizer.stats, and max_skipped= to "
-                        "raise instead.",
-                    )
-
-            # A warning may be an error, and one on one rank must be one on all.
-            derive_together(self._engine.groups, "warnings", tell, lambda _: {})
+            warn(
+                f"{many}: {reason}. Weights and optimizer state stay as they are; see optimizer.stats, and max_skipped= to raise "
+                "instead.",
+                aloud=self._engine.groups.rank == 0,
+            )
 
     def _move_masters(self, divisor: float, coefficients: Mapping[str, float]) -> Clipped:
         """Update, clip, publish. An exception in here (no memory, an interrupt) leaves some masters new and some old, not the

@@ -468,7 +468,7 @@ def through_params(rank: int) -> Iterator[None]:
             real(self, bucket)
             for placement in bucket.plan.placements:
                 param = self._storage.params[placement.fqn]
-                param.copy_(self._storage._replica_views[placement.fqn].clone())
+                param.copy_(self._storage.view_in(bucket.replica, placement.fqn).clone())
 
         return land
 

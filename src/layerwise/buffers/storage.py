@@ -196,7 +196,6 @@ class Storage:
         self.buckets: tuple[Bucket, ...] = ()
         self._grad_parts: dict[str, tuple[Bucket, slice, torch.Size]] = {}
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads, where those stay
-        self._replica_views: dict[str, Tensor] = {}  # ND, alias the buckets' replicas
         self._versions: dict[str, int] = {}
         self._full_grads: list[Tensor | None] = []
         found: dict[int, Bucket] = {}
@@ -252,7 +251,6 @@ class Storage:
                 view = _of_its_own(bucket.replica[part]).view(param.shape)
                 view.copy_(param.data)
                 param.data = view
-                self._replica_views[placement.fqn] = view
                 self._versions[placement.fqn] = param._version
                 self._grad_parts[placement.fqn] = bucket, part, param.shape
                 if bucket.grad is not None:
@@ -289,14 +287,16 @@ class Storage:
         return full.view(torch.uint8)[run.start : run.stop]
 
     def check_aliases(self) -> None:
-        """Raise if a param no longer reads the replica, as after `module.to()` or `param.data = ...`: updates would not
-        reach it."""
+        """Raise if a param no longer reads the replica, as after `module.to()`, `param.data = ...`, or once it was shared with
+        another process, which gives its storage other memory: updates would not reach it."""
         for fqn, param in self.params.items():
-            view = self._replica_views[fqn]
-            if param.data_ptr() != view.data_ptr() or param.shape != view.shape or param.dtype != view.dtype:
+            bucket, part, shape = self._grad_parts[fqn]
+            place = bucket.replica[part]  # not a view with the param's own storage: that one moves with it
+            if param.data_ptr() != place.data_ptr() or param.shape != shape or param.dtype != place.dtype:
                 raise StateError(
-                    f"param {fqn!r} was moved out of its buffer (by module.to(), param.data = ... or similar): expected it at its place in the "
-                    "replica. Move or convert the module before it is wrapped; to change values use param.copy_() under torch.no_grad()."
+                    f"param {fqn!r} was moved out of its buffer (by module.to(), param.data = ..., share_memory(), a queue of "
+                    "torch.multiprocessing or similar): expected it at its place in the replica. Move or convert the module before it is "
+                    "wrapped; to change values use param.copy_() under torch.no_grad(); send clones to other processes."
                 )
 
     def check_no_grads(self) -> None:

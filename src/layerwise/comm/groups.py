@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.facts import gather_facts
@@ -123,6 +124,8 @@ def _new_group(
     Where the user gave a group (`like`), only its members are here to make another one.
     """
     own: Any = dist.group.WORLD if like is None else like
+    if like is not None:
+        _COUNTED.add(_known())
     timeout = getattr(getattr(own._get_backend(own._device_types[0]), "options", None), "_timeout", None)
     group: dist.ProcessGroup = dist.new_group(
         None if ranks is None else list(ranks),
@@ -131,6 +134,24 @@ def _new_group(
         use_local_synchronization=like is not None,
     )
     return group
+
+
+_COUNTED: set[int] = set()
+"""How many groups were known whenever one was made by its members alone: the names that come of these are taken."""
+
+
+def _known() -> int:
+    return len(distributed_c10d._world.pg_names)
+
+
+def _count_alike(process_group: dist.ProcessGroup) -> None:
+    """Have every member of a group know as many groups as the others do, and more than ever before. torch names a group
+    that only its members make by how many they know: ranks that are in different numbers of groups would wait for each
+    other under different names, and once some are destroyed a name would come again."""
+    counts: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(counts, max(_known(), max(_COUNTED, default=-1) + 1), group=process_group)
+    while _known() < max(counts):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def check_process_group(process_group: object) -> None:
@@ -152,6 +173,8 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     # Not the user's group itself: a bucket may be reduced in backward on one rank and in step() on another, and
     # whatever the user sends in between over that group must not be taken for it.
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
+    if process_group is not None:
+        _count_alike(process_group)
     training, control = _new_group(ranks, like=process_group), _new_group(ranks, backend="gloo", like=process_group)
     world = dist.get_world_size(training)
     everyone = Domain(group=training, control=control, rank=dist.get_rank(training), world=world)

@@ -89,6 +89,28 @@ def test_a_process_group_has_the_ranks_to_train_on_and_no_others() -> None:
     assert "process_group must be a torch ProcessGroup that this rank is in" in alone[2]
 
 
+def train_in_groups_that_overlap(rank: int, world: int) -> list[Any]:
+    """Rank 1 is in more groups than the others, and one of them goes."""
+    pairs, spare = [dist.new_group([0, 1]), dist.new_group([1, 2])], dist.new_group()
+    found = [
+        layerwise.DataParallel(Net(), process_group=pair).plan.world
+        for ranks, pair in zip(((0, 1), (1, 2)), pairs, strict=True)
+        if rank in ranks
+    ]
+    dist.destroy_process_group(spare)
+    found.extend(layerwise.DataParallel(Net(), process_group=dist.group.WORLD).plan.world for _ in range(2))
+    dist.destroy_process_group(pairs[0]) if rank < 2 else None
+    return [*found, layerwise.DataParallel(Net(), process_group=dist.group.WORLD).plan.world]
+
+
+def test_ranks_of_a_process_group_may_be_in_other_numbers_of_groups() -> None:
+    assert run_ranks(3, train_in_groups_that_overlap, pg_timeout_s=30.0, timeout_s=60.0) == [
+        [2, 3, 3, 3],
+        [2, 2, 3, 3, 3],
+        [2, 3, 3, 3],
+    ]
+
+
 def test_a_process_group_beside_a_mesh_is_refused() -> None:
     assert "Leave process_group out" in run_ranks(2, _both)[0]
 

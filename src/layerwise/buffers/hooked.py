@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
+from layerwise.buffers.tracing import never_traced
 from layerwise.errors import warn
 
 
@@ -46,6 +47,7 @@ _WARNED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
 _GRAD: Any = getattr(Tensor, "grad")  # noqa: B009  (torch declares the class's own descriptor as a value)
 _ZERO_GRAD = nn.Module.zero_grad.__code__
 _CLIP_FILE = clip_grad.__file__
+_BETWEEN = (__name__, "torch._dynamo")
 
 
 class HookedParam:
@@ -58,7 +60,7 @@ class HookedParam:
     def grad(self) -> Tensor | None:
         claim = _CLAIMS.get(self)
         if claim is not None:
-            _answer(sys._getframe(1), claim)
+            _answer(claim)
         found: Tensor | None = _GRAD.__get__(self)
         return found
 
@@ -76,12 +78,22 @@ class HookedParam:
         return copied
 
 
-def _answer(asking: FrameType | None, claim: _Claim) -> None:
+def _asking() -> FrameType | None:
+    """Who reads a hooked param's `.grad`: the frame past our own and past the compiler's, which may stand in between."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame
+
+
+@never_traced
+def _answer(claim: _Claim) -> None:
     """Do what whoever reads a hooked param's `.grad` wants of it, as far as it is known."""
-    keeper = claim.keeper()
+    keeper, asking = claim.keeper(), _asking()
     if asking is None or keeper is None or not keeper.has_gradients:
         return
-    if asking.f_code is _ZERO_GRAD:
+    # By name: compiled, the same function has other code.
+    if asking.f_code.co_filename == _ZERO_GRAD.co_filename and _ZERO_GRAD.co_name in asking.f_code.co_name:
         keeper.forget_one(claim.fqn)
     elif asking.f_code.co_filename == _CLIP_FILE and keeper not in _WARNED:
         _WARNED.add(keeper)

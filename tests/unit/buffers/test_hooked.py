@@ -116,3 +116,15 @@ def test_copies_and_pickles_of_a_hooked_param_are_plain_and_keep_their_gradients
         net_loss(other, 0, 0).backward()
         assert all(param.grad is not None for param in other.parameters())
         assert clip_grad_norm_(other.parameters(), 1.0) > 0
+
+
+def test_zero_grad_of_a_module_in_a_compiled_function_forgets_gradients() -> None:
+    torch._dynamo.reset()
+    model = layerwise.DataParallel(nn.Linear(4, 4))
+
+    def discard(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        model.module.zero_grad()
+
+    torch.compile(discard, backend="eager")(torch.ones(2, 4))
+    assert not model.engine.reducer.has_gradients

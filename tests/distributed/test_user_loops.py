@@ -80,6 +80,27 @@ def test_the_norm_is_that_of_the_averaged_gradient_and_asking_twice_changes_noth
         assert second == first
 
 
+def backward_after_clipping(rank: int, world: int) -> list[float]:
+    """The norms of steps with a backward after the norm was asked for, in a block without reductions."""
+    found = []
+    for shard_grads in (False, True):
+        torch.manual_seed(0)
+        model = layerwise.DataParallel(Net(), layout="flat", shard_grads=shard_grads)
+        optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.01))
+        net_loss(model, rank, 0).backward()
+        model.clip_grad_norm_(math.inf)
+        with model.no_sync():
+            net_loss(model, rank, 1).backward()
+        optimizer.step()
+        found.append(optimizer.stats.grad_norm)
+    return found
+
+
+def test_gradients_that_come_after_the_norm_was_asked_for_count() -> None:
+    for whole, sharded in run_ranks(2, backward_after_clipping):
+        assert sharded == pytest.approx(whole, rel=1e-5)
+
+
 def misuse_clipping(rank: int, world: int) -> list[str]:
     model, optimizer = build()
     net_loss(model, rank, 0).backward()

@@ -94,6 +94,8 @@ class GradReducer:
         """Whether gradients are of the last microbatch now: not in a `no_sync()` block."""
         self.loss_was_scaled = False
         """Whether a scaled loss is where these gradients come from. Goes with them, whoever forgets them."""
+        self.clip_norm: float | None = None
+        """What the user asked to have these gradients clipped to, if anything. Goes with them too."""
         self.step_number = 0
         """Steps taken so far: what stochastic rounding goes by, so that a run can be resumed."""
         self._num_rounds = 0
@@ -227,8 +229,8 @@ class GradReducer:
     def end_round(self, *, wait: bool = True) -> None:
         """A `no_sync()` block is over: where full gradients are released, reduce what it brought, and wait for it, or the
         next block's would pile up on top. Every rank does, also one that it brought nothing: the others wait for its
-        zeros."""
-        if not self._leases:
+        zeros. What comes once all is finished, for a norm before the step, is late and stays that."""
+        if not self._leases or self._is_finished:
             return
         self._is_last_round = False
         self._finish_round() if wait else self._launch_rest()
@@ -297,8 +299,9 @@ class GradReducer:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Forget all gradients, and what their loss was."""
+        """Forget all gradients, and what was said of them."""
         self.loss_was_scaled = False
+        self.clip_norm = None
         self.reset()
 
     def reset(self) -> None:

@@ -131,7 +131,6 @@ class Optimizer(torch.optim.Optimizer):
         self._step_count = 0
         self._skipped_in_a_row = 0
         self._has_skipped = False
-        self._clip_once: float | None = None
         self._is_half_way = False
         self._has_said_part = False
         self.stats = StepStats()
@@ -249,7 +248,6 @@ class Optimizer(torch.optim.Optimizer):
             self._finish(self._measure())
         finally:
             self._engine.reducer.forget()
-            self._clip_once = None
             self._engine.sent_nbytes.clear()
             if self._clipper is not None:
                 self._clipper.reset()
@@ -269,18 +267,19 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
         """`DataParallel.clip_grad_norm_`: the norm of the gradients as they are, which the coming step is clipped by. What
-        is asked for is a setting of that step, the same on every rank, and kept until it."""
+        is asked for is a setting of that step, the same on every rank, and goes with the gradients."""
+        self._engine.check_bound()
         if self._policy.clip == "none":
             raise ValueError("clip_grad_norm_() was called with clip='none': expected a scope to clip. Leave clip out.")
         replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
-        self._clip_once = max_norm
+        self._engine.reducer.clip_norm = max_norm
         totals = self._measure()
         return torch.tensor(self._policy.clipped_norm(totals), device=self._engine.storage.device)
 
     @property
     def _policy_now(self) -> GradientPolicy:
         """The policy of the coming step: clipping twice is clipping to the smaller norm."""
-        bounds = [bound for bound in (self._policy.clip_grad_norm, self._clip_once) if bound is not None]
+        bounds = [bound for bound in (self._policy.clip_grad_norm, self._engine.reducer.clip_norm) if bound is not None]
         return replace(self._policy, clip_grad_norm=min(bounds, default=None))
 
     def _reduce(self, problem: Exception | None, divisor: float) -> Totals:
@@ -364,6 +363,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
         it on every rank."""
+        self._engine.check_bound()
         self._engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
         fitting = derive_together(
             self._engine.groups,

@@ -175,7 +175,7 @@ class DataParallel(nn.Module):
             hook = _take_gradient(fqn, weakref.ref(self.engine.reducer))
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self.engine.when_released(handle.remove)
-        if len(chunks) == 1:
+        if len(chunks) == 1 and type(self).forward is DataParallel.forward:  # a subclass may have one of its own
             self.forward = _with_signature_of(chunks[0], self)  # type: ignore[method-assign]
 
     @property

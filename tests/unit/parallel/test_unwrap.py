@@ -5,6 +5,7 @@ import gc
 import inspect
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -235,3 +236,46 @@ def test_forward_has_the_modules_signature() -> None:
 
 def test_accelerate_is_told_that_there_is_nothing_to_wrap() -> None:
     assert layerwise.DataParallel(Net())._is_accelerate_prepared
+
+
+def test_params_that_are_shared_with_another_process_are_noticed() -> None:
+    model = layerwise.DataParallel(Net())
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 1)
+    ForkingPickler.dumps(model.module.state_dict())  # what a queue of torch.multiprocessing does
+    net_loss(model, 0, 1).backward()
+    with pytest.raises(StateError, match=r"was moved out of its buffer .* send clones to other processes"):
+        optimizer.step()
+
+
+def test_an_unwrapped_model_is_neither_clipped_nor_loaded() -> None:
+    model = layerwise.DataParallel(Net())
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 1)
+    state = optimizer.state_dict()
+    module = model.unwrap()
+    for action in (lambda: model.clip_grad_norm_(1.0), lambda: optimizer.load_state_dict(state)):
+        with pytest.raises(StateError, match="was unwrapped"):
+            action()
+    assert {type(param) for param in module.parameters()} == {nn.Parameter}
+
+
+def test_a_subclass_has_a_forward_of_its_own() -> None:
+    class Doubled(layerwise.DataParallel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().forward(*args, **kwargs)  # type: ignore[operator]
+
+    module, x = nn.Linear(4, 4), torch.ones(2, 4)
+    assert torch.equal(Doubled(module)(x), 2 * module(x))
+
+
+def test_a_clipping_goes_with_the_gradients_it_was_for() -> None:
+    model = layerwise.DataParallel(Net())
+    optimizer = optimizer_of(model)
+    for forget in (optimizer.zero_grad, model.zero_grad, model.module.zero_grad):
+        net_loss(model, 0, 0).backward()
+        model.clip_grad_norm_(1e-3)
+        forget()
+        net_loss(model, 0, 1).backward()
+        optimizer.step()
+        assert set(optimizer.stats.clip_coefficients.values()) == {1.0}

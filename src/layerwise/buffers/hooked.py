@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -55,17 +55,24 @@ class HookedParam:
 
     plain: type[nn.Parameter]
     """The class that the param had before."""
+    answer: Callable[[_Claim, GradKeeper], None]
+    """`_answer`, for code that is compiled too."""
 
     @property
     def grad(self) -> Tensor | None:
         claim = _CLAIMS.get(self)
-        if claim is not None:
-            _answer(claim)
+        keeper = None if claim is None else claim.keeper()
+        if claim is not None and keeper is not None and keeper.has_gradients:
+            type(self).answer(claim, keeper)
         found: Tensor | None = _GRAD.__get__(self)
         return found
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
+        claim = _CLAIMS.get(self) if grad is None else None
+        keeper = None if claim is None else claim.keeper()
+        if claim is not None and keeper is not None and keeper.has_gradients:
+            keeper.forget_one(claim.fqn)  # `param.grad = None` is how some loops say zero_grad()
         _GRAD.__set__(self, grad)
 
     @grad.deleter
@@ -86,11 +93,10 @@ def _asking() -> FrameType | None:
     return frame
 
 
-@never_traced
-def _answer(claim: _Claim) -> None:
+def _answer(claim: _Claim, keeper: GradKeeper) -> None:
     """Do what whoever reads a hooked param's `.grad` wants of it, as far as it is known."""
-    keeper, asking = claim.keeper(), _asking()
-    if asking is None or keeper is None or not keeper.has_gradients:
+    asking = _asking()
+    if asking is None:
         return
     # By name: compiled, the same function has other code.
     if asking.f_code.co_filename == _ZERO_GRAD.co_filename and _ZERO_GRAD.co_name in asking.f_code.co_name:
@@ -106,7 +112,9 @@ def _answer(claim: _Claim) -> None:
 
 @cache
 def _hooked_kind(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    return type(f"Hooked{kind.__name__}", (HookedParam, kind), {"plain": kind})
+    return type(
+        f"Hooked{kind.__name__}", (HookedParam, kind), {"plain": kind, "answer": staticmethod(never_traced(_answer))}
+    )
 
 
 def hook(fqn: str, param: nn.Parameter, keeper: GradKeeper) -> None:
@@ -133,4 +141,11 @@ def is_hooked(param: nn.Parameter) -> bool:
 def grad_of(param: Tensor) -> Tensor | None:
     """A param's `.grad`, read by ourselves."""
     found: Tensor | None = _GRAD.__get__(param)
+    return found
+
+
+def take_grad(param: Tensor) -> Tensor | None:
+    """A param's `.grad`, taken away by ourselves."""
+    found = grad_of(param)
+    _GRAD.__set__(param, None)
     return found

@@ -148,8 +148,10 @@ def _count_alike(process_group: dist.ProcessGroup) -> None:
     """Have every member of a group know as many groups as the others do, and more than ever before. torch names a group
     that only its members make by how many they know: ranks that are in different numbers of groups would wait for each
     other under different names, and once some are destroyed a name would come again."""
-    counts: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(counts, max(_known(), max(_COUNTED, default=-1) + 1), group=process_group)
+    own: Any = process_group
+    mine = max(_known(), max(_COUNTED, default=-1) + 1)
+    kinds = [device.type for device in own._device_types]
+    counts = gather_facts(mine, process_group, torch.device("cpu" if "cpu" in kinds else kinds[0]))
     while _known() < max(counts):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
@@ -163,6 +165,8 @@ def check_process_group(process_group: object) -> None:
             f"process_group must be a torch ProcessGroup that this rank is in, got {type(process_group).__name__}. Wrap the "
             "model on the ranks of the group only, or leave it out for all ranks."
         )
+    if process_group not in distributed_c10d._world.pg_map:
+        raise ValueError("process_group was destroyed: expected one that its ranks can still meet in. Make a new one.")
 
 
 def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layerwise.buffers.hooked import grad_of
+from layerwise.buffers.hooked import take_grad
 from layerwise.buffers.names import unwrapped
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.buffers.tracing import never_traced
@@ -270,6 +270,12 @@ class DataParallel(nn.Module):
                 )
         return self
 
+    def share_memory(self) -> DataParallel:
+        raise StateError(
+            "a layerwise.DataParallel cannot share its weights with other processes: they lie in buffers that the optimizer writes. "
+            "Share a copy, as in copy.deepcopy(model.module).share_memory(), or unwrap() it first."
+        )
+
     def free_buffers(self) -> None:
         """Let go of all staging memory, to the last byte that other processes could use, as before a checkpoint is written.
         Gathers that are on their way arrive all the same: they write into the weights themselves. The next step takes
@@ -327,10 +333,11 @@ def _take_gradient(fqn: str, reducer_of: Callable[[], GradReducer | None]) -> Ca
     @never_traced
     def hook(param: Tensor) -> None:
         reducer = reducer_of()
-        grad = grad_of(param)
-        if reducer is None or grad is None:
+        if reducer is None:
             return
-        param.grad = None
+        grad = take_grad(param)
+        if grad is None:
+            return
         refuse_sparse(fqn, grad)
         with scope(f"gradient hook of {fqn}"):
             reducer.write(fqn, grad, sync=reducer.sync)

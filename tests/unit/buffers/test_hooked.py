@@ -67,6 +67,10 @@ def test_zero_grad_of_the_module_forgets_as_that_of_the_model_and_of_the_optimiz
     expected = step_after(lambda model, optimizer: optimizer.zero_grad())
     holder = nn.ModuleList()
 
+    def set_to_none(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> None:
+        for param in model.parameters():
+            param.grad = None
+
     def within_another(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> None:
         holder.append(model)
         holder.zero_grad()
@@ -75,6 +79,7 @@ def test_zero_grad_of_the_module_forgets_as_that_of_the_model_and_of_the_optimiz
     assert step_after(lambda model, optimizer: model.module.zero_grad()) == expected
     assert step_after(lambda model, optimizer: model.module.zero_grad(set_to_none=False)) == expected
     assert step_after(within_another) == expected
+    assert step_after(set_to_none) == expected
     assert step_after(lambda model, optimizer: None) != expected
 
 

@@ -111,6 +111,17 @@ def test_ranks_of_a_process_group_may_be_in_other_numbers_of_groups() -> None:
     ]
 
 
+def wrap_in_what_is_gone(rank: int, world: int) -> str:
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
+    return raised(lambda: layerwise.DataParallel(Net(), process_group=group))
+
+
+def test_a_process_group_that_was_destroyed_is_refused_in_words() -> None:
+    for text in run_ranks(2, wrap_in_what_is_gone):
+        assert text.startswith("ValueError: process_group was destroyed")
+
+
 def test_a_process_group_beside_a_mesh_is_refused() -> None:
     assert "Leave process_group out" in run_ranks(2, _both)[0]
 

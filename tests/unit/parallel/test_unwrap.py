@@ -219,6 +219,11 @@ def test_moving_a_model_elsewhere_is_refused_in_words(move: Any, found: str) -> 
     train(model, optimizer)
 
 
+def test_sharing_a_wrapped_model_with_other_processes_is_refused_in_words() -> None:
+    with pytest.raises(StateError, match=r"copy.deepcopy\(model.module\).share_memory\(\)"):
+        layerwise.DataParallel(Net()).share_memory()
+
+
 def test_forward_has_the_modules_signature() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

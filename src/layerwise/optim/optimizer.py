@@ -37,14 +37,12 @@ from layerwise.optim.groups import GroupPlan, live_rule, plan_groups
 from layerwise.optim.loss_scale import LossScale, LossScaler, checked_loss_scale
 from layerwise.optim.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.optim.qk_clip import NOTHING_CLIPPED, Clipped, Clipper, Watched, plan_clipping
+from layerwise.optim.skips import Skips
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
 from layerwise.optim.stats import Seen, StatsPass, StepStats, Totals, assign_norm_groups
 from layerwise.optim.update import Update
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import DENSE
-
-_MANY_SKIPS = 10
-"""After how many skipped steps in a row a user hears of it again."""
 
 
 class Planned(NamedTuple):
@@ -129,8 +127,6 @@ class Optimizer(torch.optim.Optimizer):
         self._has_checked_replicas = False
         self._changed: set[str] = set()
         self._step_count = 0
-        self._skipped_in_a_row = 0
-        self._has_skipped = False
         self._is_half_way = False
         self._has_said_part = False
         self.stats = StepStats()
@@ -162,6 +158,7 @@ class Optimizer(torch.optim.Optimizer):
         # Clipping and skipping are decided by every rank for itself, from the same numbers: by the same rules too.
         agree(self._engine.groups, "optimizer arguments", planned.common_facts(), across_stages=True)
         self._groups, self._policy, self._norm_group_of = planned.groups, planned.policy, planned.norm_group_of
+        self._skips = Skips(planned.policy.max_skipped)
         self._scaler = LossScaler(planned.loss_scale) if planned.loss_scale is not None else None
         self._stats_pass = StatsPass(self._engine, planned.norm_group_of, planned.norm_group_names, zeros=count_zeros)
         self._clipper = Clipper(self._engine, planned.watched) if planned.watched is not None else None
@@ -517,28 +514,12 @@ class Optimizer(torch.optim.Optimizer):
             raise NonFiniteError(
                 f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
             )
-        self._tell_of_skips(reason, overflow=self._scaler is not None and bool(totals.nonfinite))
-
-    def _tell_of_skips(self, reason: str, *, overflow: bool) -> None:
-        """A run whose steps are all skipped looks as if it went on: schedulers do. An overflow under loss scaling is how the
-        scale is found, and worth a word only if it does not end."""
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if reason else 0
-        if not reason:
-            return
-        count, most = self._skipped_in_a_row, self._policy.max_skipped
-        if most is not None and count > most:
-            raise StateError(
-                f"{count} steps in a row were skipped, max_skipped={most}: {reason}. Nothing was changed by any of them. Look at "
-                "the loss and the data of these steps, or lower the learning rate."
-            )
-        if (not self._has_skipped and not overflow) or count == _MANY_SKIPS:
-            self._has_skipped = True
-            many = f"{count} steps in a row were skipped" if count > 1 else f"step {self._step_count + 1} was skipped"
-            warn(
-                f"{many}: {reason}. Weights and optimizer state stay as they are; see optimizer.stats, and max_skipped= to raise "
-                "instead.",
-                aloud=self._engine.groups.rank == 0,
-            )
+        self._skips.note(
+            self._step_count + 1,
+            reason,
+            overflow=self._scaler is not None and bool(totals.nonfinite),
+            aloud=self._engine.groups.rank == 0,
+        )
 
     def _move_masters(self, divisor: float, coefficients: Mapping[str, float]) -> Clipped:
         """Update, clip, publish. An exception in here (no memory, an interrupt) leaves some masters new and some old, not the

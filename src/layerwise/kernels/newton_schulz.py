@@ -21,11 +21,14 @@ would drown; only the first Q of a segment, which has no product to fold it into
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import metadata
 
 import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import Coefficient
+from layerwise.kernels.products import Products, choose_products
 from layerwise.layout.cost import gram_segments, resolve_method
 
 # B: batch of equal-shaped matrices, M: short side, N: long side (the public function takes and returns either order).
@@ -41,9 +44,9 @@ def orthogonalize(
     """Every matrix with its singular values pushed towards 1 by the steps of `schedule`: new, contiguous, in `dtype`.
 
     The input is never written to. Its scale does not matter, from denormals to the largest float; a zero matrix gives
-    zeros, and a matrix that holds inf or NaN gives NaN and leaves the others of its batch alone. On CPU the result for
-    a matrix depends, bit by bit, on its shape and values alone, not on its batch or its strides. On CUDA the size of
-    the batch may select another product kernel.
+    zeros, and a matrix that holds inf or NaN gives NaN and leaves the others of its batch alone. On CPU, and wherever
+    products are our own (see `products_for`), the result for a matrix depends, bit by bit, on its shape and values
+    alone, not on its batch. With torch's products on CUDA the size of the batch may select another kernel.
 
     >>> diagonal = torch.tensor([[[3.0, 0.0], [0.0, 4.0]]])
     >>> orthogonalize(diagonal, schedule=[(1.5, -0.5, 0.0)] * 9, dtype=torch.float32).round(decimals=3)
@@ -55,6 +58,10 @@ def orthogonalize(
     resolved = resolve_method(method, rows, cols)
     if update_BMN.numel() == 0:
         return torch.empty(update_BMN.shape, dtype=dtype, device=update_BMN.device)
+    if products_for(update_BMN.device, update_BMN.dtype, dtype).backend == "triton":
+        from layerwise.kernels.fused_newton_schulz import orthogonalize_fused
+
+        return orthogonalize_fused(update_BMN, schedule, resolved, dtype)
     is_tall = rows > cols
     short_first_BMN = update_BMN.mT if is_tall else update_BMN
     if update_BMN.is_cuda:
@@ -63,6 +70,29 @@ def orthogonalize(
         singles = torch.split(short_first_BMN, 1)
         orthogonal_BMN = torch.cat([_orthogonalize_batch(single, schedule, resolved, dtype) for single in singles])
     return (orthogonal_BMN.mT if is_tall else orthogonal_BMN).contiguous()
+
+
+@cache
+def products_for(device: torch.device, input_dtype: torch.dtype, dtype: torch.dtype) -> Products:
+    """Who multiplies matrices of `input_dtype` on this device when Newton-Schulz is to run in `dtype`, and why."""
+    is_cuda = device.type == "cuda" and torch.version.cuda is not None
+    return choose_products(
+        device=device.type,
+        capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        triton=_triton_version(),
+        input_dtype=_NAMES.get(input_dtype, str(input_dtype)),
+        dtype=_NAMES.get(dtype, str(dtype)),
+    )
+
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _triton_version() -> str | None:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _check_arguments(update_BMN: Tensor, schedule: Sequence[Coefficient]) -> None:

@@ -1,0 +1,303 @@
+"""The products of Newton-Schulz as Triton kernels: symmetric ones compute a triangle of tiles and mirror it.
+
+Imported only where `choose_products` says so: it needs Triton. All kernels take batches of row-major matrices whose rows
+begin at multiples of 16 bytes, read and written through tensor descriptors, which clip at a matrix's own edges. Sizes
+are arguments at run time: one compilation serves all shapes that share tiles and dtypes. What a matrix gets is a
+function of its own values and shape: no sum crosses matrices, and no sum is cut by how many there are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from layerwise.kernels.products import Tile
+
+NOWHERE = tl.constexpr(1 << 28)
+"""A row that no matrix has: a store there writes nothing. Triton's fused loops take no `if`."""
+
+
+@triton.jit
+def _add(out, addend, batch, row, col, factor, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return out + factor * addend.load([batch, row, col]).reshape((ROWS, COLS)).to(tl.float32)
+
+
+@triton.jit
+def _finish_symmetric(
+    acc, first, second, out, mirror, alpha, beta, gamma, diagonal, scale, batch, row, col, block,
+    NUM_ADDENDS: tl.constexpr, HAS_DIAGONAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Store a part of a tile and its mirror image. `block` is the first column of the square block that it lies in."""
+    found = acc * alpha
+    if NUM_ADDENDS > 0:
+        found = _add(found, first, batch, row, col, beta, ROWS, COLS)
+    if NUM_ADDENDS > 1:
+        found = _add(found, second, batch, row, col, gamma, ROWS, COLS)
+    if HAS_DIAGONAL:
+        is_diagonal = (row + tl.arange(0, ROWS))[:, None] == (col + tl.arange(0, COLS))[None, :]
+        found += tl.where(is_diagonal, diagonal, 0.0)
+    found = (found * scale).to(out.dtype)
+    # Above the diagonal the mirror image of another block is what counts, on it there is none: were an element written
+    # twice, its two values might differ in the last bit, and the later one would win.
+    out.store([batch, tl.where(row < block, NOWHERE, row), col], found.reshape((1, ROWS, COLS)))
+    mirror.store([batch, tl.where(row <= block, NOWHERE, col), row], found.T.reshape((1, COLS, ROWS)))
+
+
+@triton.jit(do_not_specialize=["num_tiles", "total", "step", "depth"])
+def symmetric_kernel(
+    left, right, first, second, out, mirror, tiles, num_tiles, total, step, depth, alpha, beta, gamma, diagonal, scales,
+    HAS_SCALES: tl.constexpr, HAS_DIAGONAL: tl.constexpr, NUM_ADDENDS: tl.constexpr, LEFT_T: tl.constexpr, RIGHT_T: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out = scale * (alpha * L R + beta * first + gamma * second + diagonal * I), where that is symmetric."""
+    for tile in tl.range(tl.program_id(0), total, step, flatten=True):
+        batch = tile // num_tiles
+        packed = tl.load(tiles + tile % num_tiles)
+        row = (packed // 65536) * BM
+        col = (packed % 65536) * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, depth, BK):
+            if LEFT_T:
+                a = left.load([batch, k, row]).reshape((BK, BM)).T
+            else:
+                a = left.load([batch, row, k]).reshape((BM, BK))
+            if RIGHT_T:
+                b = right.load([batch, col, k]).reshape((BN, BK)).T
+            else:
+                b = right.load([batch, k, col]).reshape((BK, BN))
+            acc = tl.dot(a, b, acc)
+        scale = 1.0
+        if HAS_SCALES:
+            scale = tl.load(scales + batch)
+        if PARTS == 1:
+            _finish_symmetric(acc, first, second, out, mirror, alpha, beta, gamma, diagonal, scale, batch, row, col, col, NUM_ADDENDS, HAS_DIAGONAL, BM, BN)  # fmt: skip
+        else:
+            HALF: tl.constexpr = BN // 2
+            low, high = tl.split(tl.permute(tl.reshape(acc, (BM, 2, HALF)), (0, 2, 1)))
+            _finish_symmetric(low, first, second, out, mirror, alpha, beta, gamma, diagonal, scale, batch, row, col, col, NUM_ADDENDS, HAS_DIAGONAL, BM, HALF)  # fmt: skip
+            block = col + HALF // BM * BM
+            _finish_symmetric(high, first, second, out, mirror, alpha, beta, gamma, diagonal, scale, batch, row, col + HALF, block, NUM_ADDENDS, HAS_DIAGONAL, BM, HALF)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_cols", "total", "step", "depth"])
+def full_kernel(
+    left, right, addend, out, num_rows, num_cols, total, step, depth, alpha, beta, scales,
+    HAS_SCALES: tl.constexpr, HAS_ADDEND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out = scale * (alpha * L R + beta * addend)."""
+    per_matrix = num_rows * num_cols
+    for tile in tl.range(tl.program_id(0), total, step, flatten=True):
+        batch = tile // per_matrix
+        inside = tile % per_matrix
+        # Groups of rows of tiles, column by column: neighbours in time share what they read through the cache.
+        begin = inside // (GROUP * num_cols) * GROUP
+        height = tl.minimum(num_rows - begin, GROUP)
+        row = (begin + inside % (GROUP * num_cols) % height) * BM
+        col = inside % (GROUP * num_cols) // height * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, depth, BK):
+            a = left.load([batch, row, k]).reshape((BM, BK))
+            b = right.load([batch, k, col]).reshape((BK, BN))
+            acc = tl.dot(a, b, acc)
+        scale = 1.0
+        if HAS_SCALES:
+            scale = tl.load(scales + batch)
+        HALF: tl.constexpr = BN // 2
+        low, high = tl.split(tl.permute(tl.reshape(acc * alpha, (BM, 2, HALF)), (0, 2, 1)))
+        if HAS_ADDEND:
+            low = _add(low, addend, batch, row, col, beta, BM, HALF)
+        out.store([batch, row, col], (low * scale).to(out.dtype).reshape((1, BM, HALF)))
+        if HAS_ADDEND:
+            high = _add(high, addend, batch, row, col + HALF, beta, BM, HALF)
+        out.store([batch, row, col + HALF], (high * scale).to(out.dtype).reshape((1, BM, HALF)))
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "num_chunks"])
+def square_sums_kernel(
+    x, sums, rows, cols, num_chunks, stride_batch, stride_row, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """The sum of squares of ROWS rows, in fp64: in three ranges of magnitude, so that no square over- or underflows."""
+    chunk = tl.program_id(0) % num_chunks
+    batch = (tl.program_id(0) // num_chunks).to(tl.int64)
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    start = x + batch * stride_batch + row.to(tl.int64)[:, None] * stride_row
+    small = tl.zeros((ROWS, COLS), tl.float32)
+    middle = tl.zeros((ROWS, COLS), tl.float32)
+    large = tl.zeros((ROWS, COLS), tl.float32)
+    for first in range(0, cols, COLS):
+        col = first + tl.arange(0, COLS)
+        v = tl.load(start + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
+        size = tl.abs(v)
+        is_small, is_large = size < 2.0**-50, size > 2.0**45
+        middle += tl.where(is_small | is_large, 0.0, v * v)
+        up = tl.where(is_small, v * 2.0**90, 0.0)
+        small += up * up
+        down = tl.where(is_large, v * 2.0**-90, 0.0)
+        large += down * down
+    found = tl.sum(tl.sum(middle.to(tl.float64), 1), 0)
+    found += tl.sum(tl.sum(small.to(tl.float64), 1), 0) * 2.0**-180
+    found += tl.sum(tl.sum(large.to(tl.float64), 1), 0) * 2.0**180
+    tl.store(sums + batch * num_chunks + chunk, found)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "num_chunks"])
+def rescale_kernel(
+    x, sums, out, scales, squared_scales, rows, cols, num_chunks, stride_batch, stride_row, out_stride_batch, out_stride_row, numel,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A copy times the power of two that brings its mean square near 1, and the factor left to Frobenius norm 1."""
+    chunk = tl.program_id(0) % num_chunks
+    batch = (tl.program_id(0) // num_chunks).to(tl.int64)
+    partial = tl.zeros((CHUNKS,), tl.float64)
+    for first in range(0, num_chunks, CHUNKS):
+        at = first + tl.arange(0, CHUNKS)
+        partial += tl.load(sums + batch * num_chunks + at, mask=at < num_chunks, other=0.0)
+    total = tl.sum(partial, 0)
+    mean = total / numel
+    is_plain = (mean > 0.0) & (mean < float("inf"))
+    exponent = (mean.to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1023  # of the mean square
+    exponent = tl.where(is_plain, -(exponent >> 1) - 3, 0)  # fp16 then holds a matrix whose one element has it all
+    half = exponent >> 1  # in two factors, since one might be no float
+    norm = tl.sqrt(total)
+    unit = _power_of_two(tl.maximum(tl.minimum(-exponent, 127), -126)).to(tl.float64)
+    unit = unit * _power_of_two(-exponent - tl.maximum(tl.minimum(-exponent, 127), -126)).to(tl.float64)
+    scale = tl.where(total == 0.0, 1.0, tl.where(is_plain, unit / norm, float("nan"))).to(tl.float32)
+    if chunk == 0:
+        tl.store(scales + batch, scale)
+        tl.store(squared_scales + batch, scale * scale)
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    start = x + batch * stride_batch + row.to(tl.int64)[:, None] * stride_row
+    target = out + batch * out_stride_batch + row.to(tl.int64)[:, None] * out_stride_row
+    for first in range(0, cols, COLS):
+        col = first + tl.arange(0, COLS)
+        mask = (row < rows)[:, None] & (col < cols)[None, :]
+        v = tl.load(start + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        v = v * _power_of_two(half) * _power_of_two(exponent - half)
+        tl.store(target + col[None, :], v.to(out.dtype.element_ty), mask=mask)
+
+
+_ROWS, _COLS, _CHUNKS = 8, 512, 256
+
+
+def new_batch(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised (batch, rows, cols) whose rows begin at multiples of 16 bytes."""
+    unit = 16 // dtype.itemsize
+    return torch.empty(batch, rows, -(-cols // unit) * unit, dtype=dtype, device=device)[:, :, :cols]
+
+
+def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x times a power of two per matrix, in `dtype`; and the factors to Frobenius norm 1, plain and squared."""
+    batch, rows, cols = x.shape
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    chunks = triton.cdiv(rows, _ROWS)
+    sums = torch.empty(batch, chunks, dtype=torch.float64, device=x.device)
+    square_sums_kernel[(batch * chunks,)](x, sums, rows, cols, chunks, x.stride(0), x.stride(1), _ROWS, _COLS)
+    out = new_batch(batch, rows, cols, dtype, x.device)
+    scales, squared = torch.empty(2, batch, dtype=torch.float32, device=x.device).unbind()
+    rescale_kernel[(batch * chunks,)](
+        x, sums, out, scales, squared, rows, cols, chunks, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        float(rows * cols), _CHUNKS, _ROWS, _COLS,
+    )  # fmt: skip
+    return out, scales, squared
+
+
+def symmetric(
+    left: Tensor,
+    right: Tensor,
+    *,
+    tile: Tile,
+    alpha: float = 1.0,
+    addends: tuple[tuple[Tensor, float], ...] = (),
+    diagonal: float = 0.0,
+    scales: Tensor | None = None,
+    left_t: bool = False,
+    right_t: bool = False,
+) -> Tensor:
+    """scale * (alpha * left @ right + sum of factor * addend + diagonal * I), for operands whose product is symmetric.
+
+    `left_t` and `right_t` take the transpose of an operand. Where rounding makes a product unsymmetric, its blocks below
+    the diagonal count.
+    """
+    batch = left.shape[0]
+    size, depth = (left.shape[2], left.shape[1]) if left_t else (left.shape[1], left.shape[2])
+    out = new_batch(batch, size, size, left.dtype, left.device)
+    tiles = _lower_tiles(size, tile, left.device)
+    total = batch * tiles.numel()
+    programs = min(total, _multiprocessors(left.device))
+    part = [tile.rows, tile.cols // tile.parts]
+    left_block = [tile.depth, tile.rows] if left_t else [tile.rows, tile.depth]
+    right_block = [tile.cols, tile.depth] if right_t else [tile.depth, tile.cols]
+    (first, beta), (second, gamma) = (*addends, (None, 0.0), (None, 0.0))[:2]
+    symmetric_kernel[(programs,)](
+        _descriptor(left, left_block), _descriptor(right, right_block), _descriptor(first, part), _descriptor(second, part),
+        _descriptor(out, part), _descriptor(out, part[::-1]), tiles, tiles.numel(), total, programs, depth, alpha, beta, gamma, diagonal, scales,
+        scales is not None, diagonal != 0.0, len(addends), left_t, right_t, tile.rows, tile.cols, tile.depth, tile.parts,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def full(
+    left: Tensor,
+    right: Tensor,
+    *,
+    tile: Tile,
+    alpha: float = 1.0,
+    addend: Tensor | None = None,
+    beta: float = 0.0,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """scale * (alpha * left @ right + beta * addend)."""
+    batch, rows, depth = left.shape
+    cols = right.shape[2]
+    out = new_batch(batch, rows, cols, dtype or left.dtype, left.device)
+    num_rows, num_cols = triton.cdiv(rows, tile.rows), triton.cdiv(cols, tile.cols)
+    total = batch * num_rows * num_cols
+    programs = min(total, _multiprocessors(left.device))
+    half = [tile.rows, tile.cols // 2]
+    full_kernel[(programs,)](
+        _descriptor(left, [tile.rows, tile.depth]), _descriptor(right, [tile.depth, tile.cols]),
+        _descriptor(addend, half), _descriptor(out, half),
+        num_rows, num_cols, total, programs, depth, alpha, beta, scales, scales is not None, addend is not None,
+        tile.rows, tile.cols, tile.depth, _GROUP, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+_GROUP = 8
+"""Rows of tiles that are walked together."""
+
+
+def _descriptor(x: Tensor | None, block: list[int]) -> TensorDescriptor | None:
+    return None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
+
+
+@cache
+def _lower_tiles(size: int, tile: Tile, device: torch.device) -> Tensor:
+    """Tiles that touch the diagonal or lie below it, as row * 65536 + col, in an order that suits the cache."""
+    places = [
+        (row, col)
+        for row in range(triton.cdiv(size, tile.rows))
+        for col in range(triton.cdiv(size, tile.cols))
+        if row * tile.rows + tile.rows > col * tile.cols
+    ]
+    places.sort(key=lambda place: (place[0] // _GROUP, place[1], place[0]))
+    return torch.tensor([row * 65536 + col for row, col in places], dtype=torch.int32, device=device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

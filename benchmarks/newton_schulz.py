@@ -24,7 +24,8 @@ from triton.testing import do_bench
 
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.kernels import newton_schulz
-from layerwise.kernels.newton_schulz import orthogonalize, products_for
+from layerwise.kernels.facts import products_for
+from layerwise.kernels.newton_schulz import orthogonalize
 from layerwise.kernels.products import Products
 from layerwise.layout.cost import gram_segments, resolve_method
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.kernels import newton_schulz
-from layerwise.kernels.newton_schulz import orthogonalize, products_for
+from layerwise.kernels.facts import products_for
+from layerwise.kernels.newton_schulz import orthogonalize
 from layerwise.kernels.products import Products
 
 pytestmark = pytest.mark.skipif(
@@ -102,12 +103,12 @@ def test_a_power_of_two_in_the_input_changes_no_bit(method: str) -> None:
         assert torch.equal(orthogonalize(update * 2.0**exponent, schedule=SCHEDULE, method=method), expected)
 
 
-def test_24_shapes_compile_no_more_than_the_first_two() -> None:
+def test_24_shapes_compile_no_more_than_the_first_few() -> None:
     from layerwise.kernels import triton_products
 
     kernels = [
         getattr(triton_products, name)
-        for name in ("symmetric_kernel", "full_kernel", "square_sums_kernel", "rescale_kernel")
+        for name in ("symmetric_kernel", "full_kernel", "square_sums_kernel", "scales_kernel", "rescale_kernel")
     ]
 
     def compiled() -> int:

@@ -114,12 +114,13 @@ def test_tiles_change_no_bits(dtype: torch.dtype) -> None:
         assert torch.equal(full(a, x, tile=tile, addend=x, beta=2.0), full(a, x, tile=FIRST, addend=x, beta=2.0))
 
 
-@pytest.mark.parametrize("magnitude", [1.0, 1e-45, 1e-38, 1e-20, 1e20, 3e38])
-def test_normalised_times_its_scale_has_norm_one_at_any_magnitude(magnitude: float) -> None:
-    signs = gaussian(2, 9, 40).sign()
-    found, scales, squared = normalised(signs * magnitude, torch.float16)
+def test_normalised_times_its_scale_has_norm_one_at_any_magnitude() -> None:
+    magnitudes = torch.tensor([1.0, 1e-45, 1e-38, 1e-20, 1e20, 3e38], device=DEVICE)
+    signs = gaussian(6, 9, 40).sign()
+    found, scales, squared = normalised(signs * magnitudes[:, None, None], torch.float16)
     expected = signs / (9 * 40) ** 0.5
-    assert_near(found.double() * scales.double()[:, None, None], expected.double(), dtype=torch.float16)
+    for unit, norm_one in zip(found.double() * scales.double()[:, None, None], expected.double(), strict=True):
+        assert_near(unit, norm_one, dtype=torch.float16)
     torch.testing.assert_close(squared, scales**2)
 
 
@@ -136,9 +137,14 @@ def test_zero_stays_zero_and_what_is_not_finite_becomes_nan_alone() -> None:
     assert_near(unit[3], x[3].double() / x[3].double().norm(), dtype=torch.float16)
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(2, 20, 50), (2, 50, 20)] if IS_INTERPRETED else [(2, 200, 510), (2, 510, 200)])
-@pytest.mark.parametrize("name", ["polar_express", "cubic5"])
+@pytest.mark.parametrize(
+    ("name", "shape", "method"),
+    [
+        ("polar_express", (2, 20, 50), "gram"),
+        ("polar_express", (2, 50, 20), "standard"),
+        ("cubic5", (2, 50, 20), "gram"),
+    ],
+)
 def test_the_fused_form_evaluates_the_schedule(
     monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int, int], method: str
 ) -> None:

@@ -127,7 +127,7 @@ def _threads() -> tuple[str, str]:
 def _products() -> tuple[str, str]:
     import torch
 
-    from layerwise.kernels.newton_schulz import products_for
+    from layerwise.kernels.facts import products_for
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     chosen = products_for(device, torch.bfloat16, torch.bfloat16)

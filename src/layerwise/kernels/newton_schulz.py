@@ -21,14 +21,12 @@ would drown; only the first Q of a segment, which has no product to fold it into
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import metadata
 
 import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import Coefficient
-from layerwise.kernels.products import Products, choose_products
+from layerwise.kernels.facts import products_for
 from layerwise.layout.cost import gram_segments, resolve_method
 
 # B: batch of equal-shaped matrices, M: short side, N: long side (the public function takes and returns either order).
@@ -70,29 +68,6 @@ def orthogonalize(
         singles = torch.split(short_first_BMN, 1)
         orthogonal_BMN = torch.cat([_orthogonalize_batch(single, schedule, resolved, dtype) for single in singles])
     return (orthogonal_BMN.mT if is_tall else orthogonal_BMN).contiguous()
-
-
-@cache
-def products_for(device: torch.device, input_dtype: torch.dtype, dtype: torch.dtype) -> Products:
-    """Who multiplies matrices of `input_dtype` on this device when Newton-Schulz is to run in `dtype`, and why."""
-    is_cuda = device.type == "cuda" and torch.version.cuda is not None
-    return choose_products(
-        device=device.type,
-        capability=torch.cuda.get_device_capability(device) if is_cuda else None,
-        triton=_triton_version(),
-        input_dtype=_NAMES.get(input_dtype, str(input_dtype)),
-        dtype=_NAMES.get(dtype, str(dtype)),
-    )
-
-
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-def _triton_version() -> str | None:
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _check_arguments(update_BMN: Tensor, schedule: Sequence[Coefficient]) -> None:

@@ -118,76 +118,98 @@ def full_kernel(
         out.store([batch, row, col + HALF], (high * scale).to(out.dtype).reshape((1, BM, HALF)))
 
 
-@triton.jit(do_not_specialize=["rows", "cols", "num_chunks"])
-def square_sums_kernel(
-    x, sums, rows, cols, num_chunks, stride_batch, stride_row, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """The sum of squares of ROWS rows, in fp64: in three ranges of magnitude, so that no square over- or underflows."""
-    chunk = tl.program_id(0) % num_chunks
-    batch = (tl.program_id(0) // num_chunks).to(tl.int64)
-    row = chunk * ROWS + tl.arange(0, ROWS)
-    start = x + batch * stride_batch + row.to(tl.int64)[:, None] * stride_row
-    small = tl.zeros((ROWS, COLS), tl.float32)
-    middle = tl.zeros((ROWS, COLS), tl.float32)
-    large = tl.zeros((ROWS, COLS), tl.float32)
-    for first in range(0, cols, COLS):
-        col = first + tl.arange(0, COLS)
-        v = tl.load(start + col[None, :], mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
-        size = tl.abs(v)
-        is_small, is_large = size < 2.0**-50, size > 2.0**45
-        middle += tl.where(is_small | is_large, 0.0, v * v)
-        up = tl.where(is_small, v * 2.0**90, 0.0)
-        small += up * up
-        down = tl.where(is_large, v * 2.0**-90, 0.0)
-        large += down * down
-    found = tl.sum(tl.sum(middle.to(tl.float64), 1), 0)
-    found += tl.sum(tl.sum(small.to(tl.float64), 1), 0) * 2.0**-180
-    found += tl.sum(tl.sum(large.to(tl.float64), 1), 0) * 2.0**180
-    tl.store(sums + batch * num_chunks + chunk, found)
+@triton.jit
+def _block(num_blocks, num_across, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Matrix, rows, columns and mask of this program's block."""
+    batch = (tl.program_id(0) // num_blocks).to(tl.int64)
+    block = tl.program_id(0) % num_blocks
+    row = (block // num_across * ROWS + tl.arange(0, ROWS))[:, None]
+    col = (block % num_across * COLS + tl.arange(0, COLS))[None, :]
+    return batch, block, row.to(tl.int64), col, (row < rows) & (col < cols)
 
 
 @triton.jit
-def _power_of_two(exponent):
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+def _aligned(stride, ALIGNED: tl.constexpr):
+    """A stride with what is known of it; were Triton to look at each by itself, every mixture would be compiled."""
+    if ALIGNED:
+        stride = tl.multiple_of(stride, 8)
+    return stride
 
 
-@triton.jit(do_not_specialize=["rows", "cols", "num_chunks"])
-def rescale_kernel(
-    x, sums, out, scales, squared_scales, rows, cols, num_chunks, stride_batch, stride_row, out_stride_batch, out_stride_row, numel,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_blocks", "num_across", "rows", "cols", "stride_batch", "stride_row"])
+def square_sums_kernel(
+    x, sums, num_blocks, num_across, rows, cols, stride_batch, stride_row,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A copy times the power of two that brings its mean square near 1, and the factor left to Frobenius norm 1."""
-    chunk = tl.program_id(0) % num_chunks
-    batch = (tl.program_id(0) // num_chunks).to(tl.int64)
-    partial = tl.zeros((CHUNKS,), tl.float64)
-    for first in range(0, num_chunks, CHUNKS):
-        at = first + tl.arange(0, CHUNKS)
-        partial += tl.load(sums + batch * num_chunks + at, mask=at < num_chunks, other=0.0)
+    """The sum of squares of a block, in fp64: in three ranges of magnitude, so that no square over- or underflows."""
+    batch, block, row, col, mask = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    start = x + batch * _aligned(stride_batch, ALIGNED)
+    v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32)
+    size = tl.abs(v)
+    is_small, is_large = size < 2.0**-50, size > 2.0**45
+    up = tl.where(is_small, v * 2.0**90, 0.0)
+    down = tl.where(is_large, v * 2.0**-90, 0.0)
+    middle = tl.where(is_small | is_large, 0.0, v)
+    found = tl.sum(tl.sum(middle * middle, 1), 0).to(tl.float64)
+    found += tl.sum(tl.sum(up * up, 1), 0).to(tl.float64) * 2.0**-180
+    found += tl.sum(tl.sum(down * down, 1), 0).to(tl.float64) * 2.0**180
+    tl.store(sums + batch * num_blocks + block, found)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "numel"])
+def scales_kernel(sums, exponents, scales, squared_scales, num_blocks, numel, BLOCKS: tl.constexpr):
+    """The exponent that brings a matrix's mean square near 2^-6, and the factor left from there to Frobenius norm 1."""
+    batch = tl.program_id(0).to(tl.int64)
+    partial = tl.zeros((BLOCKS,), tl.float64)
+    for first in range(0, num_blocks, BLOCKS):
+        at = first + tl.arange(0, BLOCKS)
+        partial += tl.load(sums + batch * num_blocks + at, mask=at < num_blocks, other=0.0)
     total = tl.sum(partial, 0)
-    mean = total / numel
-    is_plain = (mean > 0.0) & (mean < float("inf"))
-    exponent = (mean.to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1023  # of the mean square
-    exponent = tl.where(is_plain, -(exponent >> 1) - 3, 0)  # fp16 then holds a matrix whose one element has it all
-    half = exponent >> 1  # in two factors, since one might be no float
-    norm = tl.sqrt(total)
-    unit = _power_of_two(tl.maximum(tl.minimum(-exponent, 127), -126)).to(tl.float64)
-    unit = unit * _power_of_two(-exponent - tl.maximum(tl.minimum(-exponent, 127), -126)).to(tl.float64)
-    scale = tl.where(total == 0.0, 1.0, tl.where(is_plain, unit / norm, float("nan"))).to(tl.float32)
-    if chunk == 0:
-        tl.store(scales + batch, scale)
-        tl.store(squared_scales + batch, scale * scale)
-    row = chunk * ROWS + tl.arange(0, ROWS)
-    start = x + batch * stride_batch + row.to(tl.int64)[:, None] * stride_row
-    target = out + batch * out_stride_batch + row.to(tl.int64)[:, None] * out_stride_row
-    for first in range(0, cols, COLS):
-        col = first + tl.arange(0, COLS)
-        mask = (row < rows)[:, None] & (col < cols)[None, :]
-        v = tl.load(start + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        v = v * _power_of_two(half) * _power_of_two(exponent - half)
-        tl.store(target + col[None, :], v.to(out.dtype.element_ty), mask=mask)
+    is_plain = (total > 0.0) & (total < float("inf"))
+    mean = tl.where(is_plain, total / numel, 1.0)
+    power = (mean.to(tl.int64, bitcast=True) >> 52).to(tl.int32) - 1023
+    # Not near 1: with all of the norm in one element of 2^32, fp16 still holds it.
+    exponent = tl.where(is_plain, -(power >> 1) - 3, 0)
+    root = tl.sqrt(tl.where(is_plain, total, 1.0))
+    scale = _times_power_of_two(1.0 / root, -exponent).to(tl.float32)
+    scale = tl.where(is_plain | (total == 0.0), scale, float("nan"))
+    tl.store(exponents + batch, exponent)
+    tl.store(scales + batch, scale)
+    tl.store(squared_scales + batch, scale * scale)
 
 
-_ROWS, _COLS, _CHUNKS = 8, 512, 256
+@triton.jit
+def _times_power_of_two(x, exponent):
+    """x * 2^exponent, by two factors: one alone might be no float."""
+    half = exponent >> 1
+    first = ((half + 127) << 23).to(tl.float32, bitcast=True)
+    second = ((exponent - half + 127) << 23).to(tl.float32, bitcast=True)
+    return x * first * second
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_blocks", "num_across", "rows", "cols", "stride_batch", "stride_row"),
+        *("out_stride_batch", "out_stride_row"),
+    ]
+)
+def rescale_kernel(
+    x, out, exponents, num_blocks, num_across, rows, cols, stride_batch, stride_row, out_stride_batch, out_stride_row,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A copy times 2^exponent."""
+    batch, _block_number, row, col, mask = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    start = x + batch * _aligned(stride_batch, ALIGNED)
+    v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32)
+    v = _times_power_of_two(v, tl.load(exponents + batch))
+    target = out + batch * tl.multiple_of(out_stride_batch, 8) + row * tl.multiple_of(out_stride_row, 8) + col
+    tl.store(target, v.to(out.dtype.element_ty), mask=mask)
+
+
+_ROWS, _COLS, _WARPS = 32, 256, 8
+"""A block of the passes over elements."""
+_SUMS = 1024
+"""Sums of blocks that are added at a time."""
 
 
 def new_batch(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -201,15 +223,19 @@ def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     batch, rows, cols = x.shape
     if x.stride(2) != 1:
         x = x.contiguous()
-    chunks = triton.cdiv(rows, _ROWS)
-    sums = torch.empty(batch, chunks, dtype=torch.float64, device=x.device)
-    square_sums_kernel[(batch * chunks,)](x, sums, rows, cols, chunks, x.stride(0), x.stride(1), _ROWS, _COLS)
-    out = new_batch(batch, rows, cols, dtype, x.device)
+    across = triton.cdiv(cols, _COLS)
+    blocks = triton.cdiv(rows, _ROWS) * across
+    sums = torch.empty(batch, blocks, dtype=torch.float64, device=x.device)
+    exponents = torch.empty(batch, dtype=torch.int32, device=x.device)
     scales, squared = torch.empty(2, batch, dtype=torch.float32, device=x.device).unbind()
-    rescale_kernel[(batch * chunks,)](
-        x, sums, out, scales, squared, rows, cols, chunks, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        float(rows * cols), _CHUNKS, _ROWS, _COLS,
-    )  # fmt: skip
+    out = new_batch(batch, rows, cols, dtype, x.device)
+    size, strides = (blocks, across, rows, cols), x.stride()[:2]
+    is_aligned = all(stride % 8 == 0 for stride in strides)
+    square_sums_kernel[(batch * blocks,)](x, sums, *size, *strides, is_aligned, _ROWS, _COLS, num_warps=_WARPS)
+    scales_kernel[(batch,)](sums, exponents, scales, squared, blocks, float(rows * cols), _SUMS)
+    rescale_kernel[(batch * blocks,)](
+        x, out, exponents, *size, *strides, *out.stride()[:2], is_aligned, _ROWS, _COLS, num_warps=_WARPS
+    )
     return out, scales, squared
 
 
@@ -282,7 +308,13 @@ _GROUP = 8
 
 
 def _descriptor(x: Tensor | None, block: list[int]) -> TensorDescriptor | None:
-    return None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
+    """Made without the checks of its constructor, which take as long as a launch: `new_batch` keeps what they ask for."""
+    if x is None:
+        return None
+    found = object.__new__(TensorDescriptor)
+    found.base, found.shape, found.strides = x, list(x.shape), list(x.stride())
+    found.block_shape, found.padding = [1, *block], "zero"
+    return found
 
 
 @cache

@@ -14,7 +14,8 @@ from layerwise.buffers.bind import torch_dtype
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import adamw_, lion_, momentum_
-from layerwise.kernels.newton_schulz import orthogonalize, products_for
+from layerwise.kernels.facts import products_for
+from layerwise.kernels.newton_schulz import orthogonalize
 from layerwise.kernels.products import Products
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerwise.kernels.newton_schulz import products_for
+from layerwise.kernels.facts import products_for
 from layerwise.kernels.products import Products, choose_products
 
 ROOT = Path(__file__).parents[3]

@@ -141,19 +141,11 @@ def square_sums_kernel(
     x, sums, num_blocks, num_across, rows, cols, stride_batch, stride_row,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of squares of a block, in fp64: in three ranges of magnitude, so that no square over- or underflows."""
+    """The sum of squares of a block, in fp64, where no square of an fp32 number over- or underflows."""
     batch, block, row, col, mask = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
     start = x + batch * _aligned(stride_batch, ALIGNED)
-    v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32)
-    size = tl.abs(v)
-    is_small, is_large = size < 2.0**-50, size > 2.0**45
-    up = tl.where(is_small, v * 2.0**90, 0.0)
-    down = tl.where(is_large, v * 2.0**-90, 0.0)
-    middle = tl.where(is_small | is_large, 0.0, v)
-    found = tl.sum(tl.sum(middle * middle, 1), 0).to(tl.float64)
-    found += tl.sum(tl.sum(up * up, 1), 0).to(tl.float64) * 2.0**-180
-    found += tl.sum(tl.sum(down * down, 1), 0).to(tl.float64) * 2.0**180
-    tl.store(sums + batch * num_blocks + block, found)
+    v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
+    tl.store(sums + batch * num_blocks + block, tl.sum(v * v))
 
 
 @triton.jit(do_not_specialize=["num_blocks", "numel"])
@@ -214,8 +206,9 @@ _SUMS = 1024
 
 def new_batch(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised (batch, rows, cols) whose rows begin at multiples of 16 bytes."""
-    unit = 16 // dtype.itemsize
-    return torch.empty(batch, rows, -(-cols // unit) * unit, dtype=dtype, device=device)[:, :, :cols]
+    padding = -cols % (16 // dtype.itemsize)
+    found = torch.empty(batch, rows, cols + padding, dtype=dtype, device=device)
+    return found[:, :, :cols] if padding else found
 
 
 def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

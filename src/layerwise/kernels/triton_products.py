@@ -9,6 +9,7 @@ function of its own values and shape: no sum crosses matrices, and no sum is cut
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -220,15 +221,21 @@ def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     blocks = triton.cdiv(rows, _ROWS) * across
     sums = torch.empty(batch, blocks, dtype=torch.float64, device=x.device)
     exponents = torch.empty(batch, dtype=torch.int32, device=x.device)
-    scales, squared = torch.empty(2, batch, dtype=torch.float32, device=x.device).unbind()
+    # Both begin at multiples of 16 bytes: kernels are compiled for that.
+    scales, squared = (row[:batch] for row in torch.empty(2, -(-batch // 4) * 4, dtype=torch.float32, device=x.device))
     out = new_batch(batch, rows, cols, dtype, x.device)
     size, strides = (blocks, across, rows, cols), x.stride()[:2]
     is_aligned = all(stride % 8 == 0 for stride in strides)
-    square_sums_kernel[(batch * blocks,)](x, sums, *size, *strides, is_aligned, _ROWS, _COLS, num_warps=_WARPS)
-    scales_kernel[(batch,)](sums, exponents, scales, squared, blocks, float(rows * cols), _SUMS)
-    rescale_kernel[(batch * blocks,)](
-        x, out, exponents, *size, *strides, *out.stride()[:2], is_aligned, _ROWS, _COLS, num_warps=_WARPS
+    is_huge = max(*strides, *out.stride()) >= 2**31
+    key = (x.device, x.dtype, dtype, is_aligned, x.data_ptr() % 16 == 0, is_huge)
+    constants = (is_aligned, _ROWS, _COLS)
+    _launch(square_sums_kernel, ("sums", *key), batch * blocks, (x, sums, *size, *strides, *constants), warps=_WARPS)
+    numel = float(rows * cols)
+    _launch(
+        scales_kernel, ("scales", x.device), batch, (sums, exponents, scales, squared, blocks, numel, _SUMS), warps=4
     )
+    arguments = (x, out, exponents, *size, *strides, *out.stride()[:2], *constants)
+    _launch(rescale_kernel, ("rescale", *key), batch * blocks, arguments, warps=_WARPS)
     return out, scales, squared
 
 
@@ -259,12 +266,14 @@ def symmetric(
     left_block = [tile.depth, tile.rows] if left_t else [tile.rows, tile.depth]
     right_block = [tile.cols, tile.depth] if right_t else [tile.depth, tile.cols]
     (first, beta), (second, gamma) = (*addends, (None, 0.0), (None, 0.0))[:2]
-    symmetric_kernel[(programs,)](
+    flags = (scales is not None, diagonal != 0.0, len(addends), left_t, right_t)
+    arguments = (
         _descriptor(left, left_block), _descriptor(right, right_block), _descriptor(first, part), _descriptor(second, part),
-        _descriptor(out, part), _descriptor(out, part[::-1]), tiles, tiles.numel(), total, programs, depth, alpha, beta, gamma, diagonal, scales,
-        scales is not None, diagonal != 0.0, len(addends), left_t, right_t, tile.rows, tile.cols, tile.depth, tile.parts,
-        num_warps=tile.warps, num_stages=tile.stages,
+        _descriptor(out, part), _descriptor(out, part[::-1]), tiles, tiles.numel(), total, programs, depth,
+        alpha, beta, gamma, diagonal, scales, *flags, tile.rows, tile.cols, tile.depth, tile.parts,
     )  # fmt: skip
+    key = ("symmetric", left.device, left.dtype, tile, flags)
+    _launch(symmetric_kernel, key, programs, arguments, warps=tile.warps, stages=tile.stages)
     return out
 
 
@@ -287,17 +296,36 @@ def full(
     total = batch * num_rows * num_cols
     programs = min(total, _multiprocessors(left.device))
     half = [tile.rows, tile.cols // 2]
-    full_kernel[(programs,)](
+    flags = (scales is not None, addend is not None)
+    arguments = (
         _descriptor(left, [tile.rows, tile.depth]), _descriptor(right, [tile.depth, tile.cols]),
-        _descriptor(addend, half), _descriptor(out, half),
-        num_rows, num_cols, total, programs, depth, alpha, beta, scales, scales is not None, addend is not None,
-        tile.rows, tile.cols, tile.depth, _GROUP, num_warps=tile.warps, num_stages=tile.stages,
+        _descriptor(addend, half), _descriptor(out, half), num_rows, num_cols, total, programs, depth, alpha, beta,
+        scales, *flags, tile.rows, tile.cols, tile.depth, _GROUP,
     )  # fmt: skip
+    key = ("full", left.device, left.dtype, out.dtype, tile, flags)
+    _launch(full_kernel, key, programs, arguments, warps=tile.warps, stages=tile.stages)
     return out
 
 
 _GROUP = 8
 """Rows of tiles that are walked together."""
+
+_compiled: dict[tuple[object, ...], Any] = {}
+"""What Triton compiled, by all that it may depend on."""
+
+
+def _launch(
+    kernel: Any, key: tuple[object, ...], programs: int, arguments: tuple[object, ...], *, warps: int, stages: int = 3
+) -> None:
+    """Launch a kernel; from the second time on without Triton's look at every argument, which takes as long as a small
+    product does."""
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(programs, 1, 1)](*arguments)
+        return
+    compiled = kernel[(programs,)](*arguments, num_warps=warps, num_stages=stages)
+    if compiled is not None:  # the interpreter compiles nothing
+        _compiled[key] = compiled
 
 
 def _descriptor(x: Tensor | None, block: list[int]) -> TensorDescriptor | None:

@@ -2,8 +2,8 @@
 
     python benchmarks/optimizer_step.py
 
-Matrices of a GPT with d_model 1024 and 24 layers, fp32 params and gradients already there. Writes benchmarks/results/optimizer_step.json. The step as it is
-today uses plain torch products and foreach kernels; the figures are the baseline for the kernels to come.
+Matrices of a GPT with d_model 1024 and 24 layers, and of one with d_model 2048, fp32 params and gradients already there. Writes
+benchmarks/results/optimizer_step.json.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,21 +20,22 @@ import torch
 from torch import nn
 
 import layerwise
+from layerwise.kernels.facts import products_for
 
 RESULTS = Path(__file__).parent / "results" / "optimizer_step.json"
-WIDTH, LAYERS, REPEATS = 1024, 24, 15
+WIDTH, WIDE, LAYERS, REPEATS = 1024, 2048, 24, 15
 AS_TORCH_DOES = layerwise.RouteRule(pattern="*.qkv.weight", to="matrix", split="whole")
 """torch.optim.Muon orthogonalises the fused weight as one, so here we do too."""
 
 
-def build() -> nn.Module:
+def build(width: int = WIDTH) -> nn.Module:
     layers = [
         nn.ModuleDict(
             {
-                "qkv": nn.Linear(WIDTH, 3 * WIDTH, bias=False),
-                "out": nn.Linear(WIDTH, WIDTH, bias=False),
-                "up": nn.Linear(WIDTH, 4 * WIDTH, bias=False),
-                "down": nn.Linear(4 * WIDTH, WIDTH, bias=False),
+                "qkv": nn.Linear(width, 3 * width, bias=False),
+                "out": nn.Linear(width, width, bias=False),
+                "up": nn.Linear(width, 4 * width, bias=False),
+                "down": nn.Linear(4 * width, width, bias=False),
             }
         )
         for _ in range(LAYERS)
@@ -56,8 +58,21 @@ def median_ms(step: Callable[[], object], prepare: Callable[[], object]) -> floa
     return statistics.median(times)
 
 
-def measure(make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, float]:
-    module = build()
+def host_ms(step: Callable[[], object], prepare: Callable[[], object]) -> float:
+    """How long the host is busy with a step, the waiting for what it reads back included."""
+    times = []
+    for _ in range(7):
+        prepare()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - begin) * 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def measure(make: Callable[[nn.Module], torch.optim.Optimizer], width: int = WIDTH) -> dict[str, float]:
+    module = build(width)
     params = list(module.parameters())
     optimizer = make(module)
 
@@ -73,7 +88,17 @@ def measure(make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, flo
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     extra = torch.cuda.max_memory_allocated() - before
-    return {"ms": round(median_ms(optimizer.step, prepare), 2), "extra_peak_mib": round(extra / 2**20)}
+    return {
+        "ms": round(median_ms(optimizer.step, prepare), 2),
+        "host_ms": round(host_ms(optimizer.step, prepare), 2),
+        "extra_peak_mib": round(extra / 2**20),
+    }
+
+
+def ceiling_tflops() -> float:
+    """cuBLAS on large random bf16 matrices."""
+    left, right = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    return round(2 * 8192**3 / median_ms(lambda: left @ right, lambda: None) / 1e9, 1)
 
 
 def main() -> int:
@@ -87,12 +112,17 @@ def main() -> int:
             module, matrix=layerwise.AdamW(lr=1e-3), other=layerwise.AdamW(lr=1e-3), rules=[AS_TORCH_DOES]
         ),
     }
+    ceiling = ceiling_tflops()
     rows = {name: measure(make) for name, make in makers.items()}
+    wide = {name: measure(makers[name], WIDE) for name in ("torch AdamW, fused", "layerwise Muon")}
     report = {
         "command": "python benchmarks/optimizer_step.py",
         "host": {"gpu": torch.cuda.get_device_name(), "python": platform.python_version(), "torch": torch.__version__},
         "matrix_params": sum(param.numel() for param in build().parameters()),
+        "ceiling_tflops": ceiling,
+        "products": products_for(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16).reason,
         "rows": rows,
+        "rows_at_width_2048": wide,
         "layerwise_over_torch_muon": round(rows["layerwise Muon"]["ms"] / rows["torch Muon"]["ms"], 3),
     }
     RESULTS.parent.mkdir(exist_ok=True)

@@ -34,7 +34,44 @@ def convergence_sweep(data: dict[str, Any]) -> str:
 
 
 def optimizer_step(data: dict[str, Any]) -> str:
-    return markdown([f"on {data['host']['gpu']}", "ms"], [[name, row["ms"]] for name, row in data["rows"].items()])
+    wide = data["rows_at_width_2048"]
+    return markdown(
+        [f"on {data['host']['gpu']}", "ms", "width 2048, ms"],
+        [[name, row["ms"], wide[name]["ms"] if name in wide else ""] for name, row in data["rows"].items()],
+    )
+
+
+def newton_schulz(data: dict[str, Any]) -> str:
+    return markdown(
+        [f"matrices on {data['host']['gpu']}", "form", "ours, ms", "torch's products, ms", "floor, ms", "over floor"],
+        [
+            [
+                "{} of {} x {}".format(*row["shape"]),
+                row["method"],
+                f"{row['ours_ms']:.2f}",
+                f"{row['torch_products_ms']:.2f}",
+                f"{row['floor_ms']:.2f}",
+                f"{row['ours_over_floor']:.2f}",
+            ]
+            for row in data["rows"]
+        ],
+    )
+
+
+def newton_schulz_accuracy(data: dict[str, Any]) -> str:
+    return markdown(
+        ["relative distance to float64", "shape", "ours", "torch's products", "torch's products, standard form"],
+        [
+            [
+                row["kind"],
+                "{} x {}".format(*row["shape"]),
+                row["ours"],
+                row["torch_products"],
+                row["torch_products_standard"],
+            ]
+            for row in data["accuracy"]
+        ],
+    )
 
 
 def flat(data: dict[str, Any]) -> str:
@@ -186,6 +223,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "flat": ("layouts", flat),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
+    "newton_schulz": ("newton_schulz", newton_schulz),
+    "newton_schulz_accuracy": ("newton_schulz", newton_schulz_accuracy),
     "optimizer_step": ("optimizer_step", optimizer_step),
     "overlap": ("overlap", overlap),
     "overlap_hidden": ("overlap", overlap_hidden),

@@ -113,7 +113,9 @@ def test_doctor_finds_a_healthy_machine_and_runs_two_ranks(capsys: pytest.Captur
     assert by_name["self test"]["status"] == "ok", by_name["self test"]
     assert (code, found["healthy"]) == (0, True)
     assert by_name["torch"]["status"] == "ok"
-    assert {"layerwise", "python", "tyro", "rich", "gloo", "cuda", "nccl", "triton", "transformers"} <= set(by_name)
+    assert {"layerwise", "python", "tyro", "rich", "gloo", "cuda", "nccl", "products", "triton", "transformers"} <= set(
+        by_name
+    )
 
 
 def test_doctor_prints_a_block_to_copy_and_fails_as_environment(capsys: pytest.CaptureFixture[str]) -> None:

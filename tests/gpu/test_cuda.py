@@ -19,13 +19,13 @@ STEPS = 6
 
 
 def shards_after_training(
-    rank: int, world: int, options: dict[str, Any], dtype: torch.dtype
+    rank: int, world: int, options: dict[str, Any], dtype: torch.dtype, ns_dtype: torch.dtype = torch.float32
 ) -> dict[str, dict[str, Tensor]]:
     """Train the zoo on the card; returns this rank's spans of momenta and masters, and its replicas."""
     torch.cuda.set_device(0)
     module = Case(dtype=dtype).build().cuda()
     model = layerwise.DataParallel(module, bucket_mib=0.001, check_collectives=True, **options)
-    optimizer = layerwise.Optimizer(model, **rules(Hyper(ns_dtype=torch.float32, clip=1.0)))
+    optimizer = layerwise.Optimizer(model, **rules(Hyper(ns_dtype=ns_dtype, clip=1.0)))
     shapes = {fqn: param.shape for fqn, param in model.engine.storage.params.items()}
     for step in range(STEPS):
         grads = {fqn: gradient(fqn, shape, rank, step, 0).to(dtype).cuda() for fqn, shape in shapes.items()}
@@ -84,6 +84,22 @@ def test_flat_and_replicated_agree_on_the_card_and_with_the_cpu_oracle(world: in
         torch.testing.assert_close(masters[fqn], expected.reshape(-1), rtol=1e-4, atol=1e-4)
     for result in flat[1:]:
         assert all(torch.equal(result["replica"][fqn], flat[0]["replica"][fqn]) for fqn in oracle.masters)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="torch's products see the batch"
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_with_our_own_products_homes_that_batch_differently_give_the_same_masters_bitwise(world: int) -> None:
+    oracle = reference(world, torch.float32)
+    shards = [
+        run_ranks(world, shards_after_training, {"layout": layout}, torch.float32, torch.bfloat16)
+        for layout in ("flat", "replicated", "compact")
+    ]
+    flat, *others = (whole(some, "master", oracle) for some in shards)
+    for other in others:
+        for fqn in oracle.masters:
+            assert torch.equal(flat[fqn], other[fqn]), fqn
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,13 @@ def collect() -> list[Finding]:
         Finding("cpu", "ok", f"{os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}"),
     ]
     if findings[2].status == "ok":
-        findings += [_probe("gloo", _gloo), _probe("cuda", _cuda), _probe("nccl", _nccl), _probe("threads", _threads)]
+        findings += [
+            _probe("gloo", _gloo),
+            _probe("cuda", _cuda),
+            _probe("nccl", _nccl),
+            _probe("threads", _threads),
+            _probe("products", _products),
+        ]
         note(f"running {_SELF_TEST_WORLD} ranks, at most {_SELF_TEST_LIMIT_S:.0f} s ...")
         findings.append(self_test())
     return [*findings, _package("triton", needed=False), _package("transformers", needed=False)]
@@ -116,6 +122,16 @@ def _threads() -> tuple[str, str]:
     import torch
 
     return "ok", f"torch computes on {torch.get_num_threads()}"
+
+
+def _products() -> tuple[str, str]:
+    import torch
+
+    from layerwise.kernels.facts import products_for
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    chosen = products_for(device, torch.bfloat16, torch.bfloat16)
+    return "ok", f"{chosen.backend} in Newton-Schulz: {chosen.reason}"
 
 
 def self_test() -> Finding:

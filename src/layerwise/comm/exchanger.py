@@ -164,11 +164,8 @@ class Cohort:
         if self._slots is None or self._slot is None:
             raise StateError(f"{who} has been assigned no slot.")
         lease = self._slots.lease(self._slot, sum(table.send_splits), sum(table.receive_splits), self.dtype, who)
-        cursor = 0
-        for regions in outgoing:
-            for region in regions:
-                lease.send[cursor : cursor + region.numel()].view(region.shape).copy_(region)
-                cursor += region.numel()
+        leaving = [region for regions in outgoing for region in regions]
+        _copy_all(_laid_out(lease.send, leaving), leaving)
         handle = self._communicator.all_to_all(op, lease.send, lease.receive, table.send_splits, table.receive_splits)
         return Passage(handle, lease)
 
@@ -179,17 +176,12 @@ class Cohort:
 
     @staticmethod
     def _copy(targets: Sequence[Sequence[Tensor]], sources: Sequence[Sequence[Tensor]]) -> None:
-        for there, here in zip(targets, sources, strict=True):
-            for target, source in zip(there, here, strict=True):
-                target.copy_(source)
+        _copy_all(*([view for views in some for view in views] for some in (targets, sources)))
 
     @staticmethod
     def _scatter(received: Tensor, views: Sequence[Sequence[Tensor]]) -> None:
-        cursor = 0
-        for regions in views:
-            for region in regions:
-                region.copy_(received[cursor : cursor + region.numel()].view(region.shape))
-                cursor += region.numel()
+        arriving = [region for regions in views for region in regions]
+        _copy_all(arriving, _laid_out(received, arriving))
 
     def _owned_regions(self, piece: Piece) -> list[OwnedRegion]:
         item = self._work_plan.items[piece.item]
@@ -214,6 +206,18 @@ class Cohort:
             offset = position * matrix.numel + flat_index(inside.starts, matrix.box.shape)
             found.append(_HomeRegion(batch, region.shape, strides, offset))
         return found
+
+
+def _laid_out(message: Tensor, regions: Sequence[Tensor]) -> list[Tensor]:
+    """Where these regions lie in a message, one after the other."""
+    parts = torch.split(message[: sum(region.numel() for region in regions)], [region.numel() for region in regions])
+    return [part.view(region.shape) for part, region in zip(parts, regions, strict=True)]
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """All copies, casts included, in as few launches as there are dtypes."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _in_batches(pieces: Sequence[Sequence[_HomeRegion]], tensors: Sequence[Tensor]) -> list[list[Tensor]]:

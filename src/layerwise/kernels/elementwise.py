@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from layerwise.kernels.facts import has_own_kernels
+
 Tensors = list[Tensor]
 
 
@@ -35,6 +37,13 @@ def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bo
     M."""
     if not grads:
         return
+    if has_own_kernels(grads[0].device):
+        from layerwise.kernels.triton_elementwise import fused_momentum_
+
+        with torch.cuda.device_of(grads[0]):  # type: ignore[no-untyped-call]
+            for grad, state in zip(grads, momenta, strict=True):
+                fused_momentum_(grad, state, momentum=momentum, nesterov=nesterov)
+        return
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, grads, alpha=1.0 - momentum)
     if nesterov:
@@ -45,8 +54,15 @@ def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bo
 
 
 def subtract_scaled_(masters: Tensors, updates: Tensors, factors: Sequence[float]) -> None:
-    """`W -= factor * U`, with a factor for every run. Scales `updates` in place."""
+    """`W -= factor * U`, with a factor for every run. May scale `updates` in place."""
     if not masters:
+        return
+    if masters[0].is_cuda:  # one pass for every factor instead of two passes
+        by_factor: dict[float, list[int]] = {}
+        for index, factor in enumerate(factors):
+            by_factor.setdefault(factor, []).append(index)
+        for factor, some in by_factor.items():
+            torch._foreach_add_([masters[index] for index in some], [updates[index] for index in some], alpha=-factor)
         return
     torch._foreach_mul_(updates, list(factors))
     torch._foreach_sub_(masters, updates)

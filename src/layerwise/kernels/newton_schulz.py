@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import Coefficient
+from layerwise.kernels.facts import products_for
 from layerwise.layout.cost import gram_segments, resolve_method
 
 # B: batch of equal-shaped matrices, M: short side, N: long side (the public function takes and returns either order).
@@ -41,9 +42,9 @@ def orthogonalize(
     """Every matrix with its singular values pushed towards 1 by the steps of `schedule`: new, contiguous, in `dtype`.
 
     The input is never written to. Its scale does not matter, from denormals to the largest float; a zero matrix gives
-    zeros, and a matrix that holds inf or NaN gives NaN and leaves the others of its batch alone. On CPU the result for
-    a matrix depends, bit by bit, on its shape and values alone, not on its batch or its strides. On CUDA the size of
-    the batch may select another product kernel.
+    zeros, and a matrix that holds inf or NaN gives NaN and leaves the others of its batch alone. On CPU, and wherever
+    products are our own (see `products_for`), the result for a matrix depends, bit by bit, on its shape and values
+    alone, not on its batch. With torch's products on CUDA the size of the batch may select another kernel.
 
     >>> diagonal = torch.tensor([[[3.0, 0.0], [0.0, 4.0]]])
     >>> orthogonalize(diagonal, schedule=[(1.5, -0.5, 0.0)] * 9, dtype=torch.float32).round(decimals=3)
@@ -55,6 +56,10 @@ def orthogonalize(
     resolved = resolve_method(method, rows, cols)
     if update_BMN.numel() == 0:
         return torch.empty(update_BMN.shape, dtype=dtype, device=update_BMN.device)
+    if products_for(update_BMN.device, update_BMN.dtype, dtype).backend == "triton":
+        from layerwise.kernels.fused_newton_schulz import orthogonalize_fused
+
+        return orthogonalize_fused(update_BMN, schedule, resolved, dtype)
     is_tall = rows > cols
     short_first_BMN = update_BMN.mT if is_tall else update_BMN
     if update_BMN.is_cuda:

@@ -30,6 +30,10 @@ DEFAULT_COHORT_NUMEL = 32 * 1024 * 1024
 """Elements that each rank has in flight per cohort, on average. 64 MiB in bf16: well past where links reach their
 bandwidth."""
 
+_STAYING_COHORT = 4
+"""How much larger a cohort is that goes nowhere. Nothing waits for a wire then, and large batches of one shape are what
+products are fast at: the memory of a step bounds them alone."""
+
 
 class WorkItem(NamedTuple):
     """One matrix, where it lies and who orthogonalises it."""
@@ -265,6 +269,28 @@ def _cohorts(stacks: Iterable[_Stack], given: Iterable[int | None], world: int, 
     return cohorts
 
 
+def _staying_cohorts(stacks: Iterable[_Stack], most_numel: int) -> list[int]:
+    """The cohort of each matrix where nothing moves: matrices of one shape together, in equal parts of at most
+    `most_numel` elements, and small parts of several shapes in one cohort."""
+    by_shape: dict[Shape, list[int]] = defaultdict(list)
+    matrices = [matrix for stack in stacks for matrix in stack.matrices]
+    for position, matrix in enumerate(matrices):
+        by_shape[matrix.rows, matrix.cols].append(position)
+    cohorts, cohort, filled = [0] * len(matrices), 0, 0
+    for (rows, cols), positions in by_shape.items():
+        parts = max(1, -(-len(positions) * rows * cols // most_numel))
+        length = -(-len(positions) // parts)
+        for first in range(0, len(positions), length):
+            part = positions[first : first + length]
+            numel = len(part) * rows * cols
+            if filled and filled + numel > most_numel:
+                cohort, filled = cohort + 1, 0
+            filled += numel
+            for position in part:
+                cohorts[position] = cohort
+    return cohorts
+
+
 def _stacks(buckets: Sequence[BucketPlan], routes: Mapping[str, Route]) -> list[_Stack]:
     """The params of these buckets, in backward order."""
     names = sorted(placement.fqn for bucket in buckets for placement in bucket.placements)
@@ -309,7 +335,10 @@ def plan_work(
     ]
     _nearest_of_equals(held_by_shape, home_by_key)
     place = _nearest_ranks(held_by_shape, home_by_key, before)
-    cohorts = _cohorts(stacks, given, world, cohort_numel)
+    if all(home == EVERY_RANK for home in given):
+        cohorts = _staying_cohorts(stacks, _STAYING_COHORT * cohort_numel)
+    else:
+        cohorts = _cohorts(stacks, given, world, cohort_numel)
     items: list[WorkItem] = []
     for stack, home in zip(stacks, given, strict=True):
         count = len(stack.matrices)
@@ -322,6 +351,6 @@ def plan_work(
         domain=domain,
         world=world,
         items=tuple(items),
-        num_cohorts=cohorts[-1] + 1 if cohorts else 0,
+        num_cohorts=max(cohorts, default=-1) + 1,
         loads=tuple(load for _, load in sorted(zip(place, loads, strict=True))),
     )

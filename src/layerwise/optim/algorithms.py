@@ -14,7 +14,9 @@ from layerwise.buffers.bind import torch_dtype
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import adamw_, lion_, momentum_
+from layerwise.kernels.facts import products_for
 from layerwise.kernels.newton_schulz import orthogonalize
+from layerwise.kernels.products import Products
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 
 Options = Mapping[str, object]
@@ -131,6 +133,11 @@ def state_names(kind: str) -> tuple[str, ...]:
 def number(options: Options, name: str) -> float:
     """A numeric option."""
     return float(options[name])  # type: ignore[arg-type]
+
+
+def products_of(options: Options, device: torch.device) -> Products:
+    """Who multiplies the matrices of a param group at their homes, and why."""
+    return products_for(device, wire_dtype(options), torch_dtype(DType(str(options["ns_dtype"]))))
 
 
 def _betas(options: Options) -> tuple[float, float]:

@@ -509,6 +509,7 @@ class Optimizer(torch.optim.Optimizer):
             nonfinite_logits=clipped.nonfinite,
             unseen_logits=clipped.unseen,
             bytes_by_collective=dict(self._engine.sent_nbytes),
+            products=self._update.products(self.param_groups),
         )
         if totals.nonfinite and self._policy.nonfinite == "raise":
             raise NonFiniteError(

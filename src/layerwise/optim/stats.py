@@ -57,6 +57,8 @@ class StepStats:
     """Modules that `qk_clip` watches and that ran on no rank: there was nothing to clip."""
     bytes_by_collective: Mapping[str, int] = field(default_factory=dict)
     """Bytes this rank sent since the step before, per kind of collective."""
+    products: Mapping[str, str] = field(default_factory=dict)
+    """For every `ns_dtype` in use, which kernels multiply in Newton-Schulz, and why."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
 from layerwise.layout.schedule import CommSchedule, pipelined
-from layerwise.optim.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, state_names
+from layerwise.optim.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, products_of, state_names
 from layerwise.optim.groups import GroupPlan
 
 
@@ -215,6 +215,15 @@ class Update:
             subtract_scaled_(
                 [region.master for region in cohort.owned], [region.update for region in cohort.owned], factors
             )
+
+    def products(self, options: Sequence[Options]) -> dict[str, str]:
+        """Which kernels multiply, and why, for every `ns_dtype` of the matrix rules."""
+        chosen = {
+            str(live["ns_dtype"]): products_of(live, self._engine.storage.device)
+            for live, group in zip(options, self._groups, strict=True)
+            if group.rule.is_matrix_rule
+        }
+        return {name: f"{products.backend}: {products.reason}" for name, products in chosen.items()}
 
     def state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
         """This rank's state of every trainable param, as views; empty tensors where it holds none, so that all ranks

@@ -196,6 +196,14 @@ def test_bytes_are_counted_from_one_step_to_the_next() -> None:
         assert dict(optimizer.stats.bytes_by_collective) == optimizer.schedule.bytes_by_collective(0)
 
 
+def test_stats_say_which_kernels_multiply_and_why() -> None:
+    model = layerwise.DataParallel(Net())
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+    net_loss(model, 0, 0).backward()
+    optimizer.step()
+    assert optimizer.stats.products == {"bf16": "torch: products on cpu are torch's"}
+
+
 def test_a_step_that_ends_half_way_is_the_last_and_is_never_saved() -> None:
     model, optimizer = zoo()
     feed(model)

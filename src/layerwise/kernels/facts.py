@@ -1,0 +1,37 @@
+"""What the kernels' choices are made from: the device, and whether Triton is there."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+
+import torch
+
+from layerwise.kernels.products import Products, choose_products
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@cache
+def products_for(device: torch.device, input_dtype: torch.dtype, dtype: torch.dtype) -> Products:
+    """Who multiplies matrices of `input_dtype` on this device when Newton-Schulz is to run in `dtype`, and why."""
+    is_cuda = device.type == "cuda" and torch.version.cuda is not None
+    return choose_products(
+        device=device.type,
+        capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        triton=_triton_version(),
+        input_dtype=_NAMES.get(input_dtype, str(input_dtype)),
+        dtype=_NAMES.get(dtype, str(dtype)),
+    )
+
+
+def has_own_kernels(device: torch.device) -> bool:
+    """Whether our own kernels run on this device at all."""
+    return products_for(device, torch.bfloat16, torch.bfloat16).backend == "triton"
+
+
+def _triton_version() -> str | None:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None

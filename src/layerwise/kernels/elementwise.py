@@ -7,7 +7,8 @@ element-wise, so the result for an element does not depend on how the params wer
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ from torch import Tensor
 from layerwise.kernels.facts import has_own_kernels
 
 Tensors = list[Tensor]
+
+
+def _run_by_run(update: Callable[..., None], *lists: Tensors) -> None:
+    """A kernel of our own, for each run: they launch on the current device."""
+    with torch.cuda.device_of(lists[0][0]):  # type: ignore[no-untyped-call]
+        for run in zip(*lists, strict=True):
+            update(*run)
 
 
 def decay_(masters: Tensors, grads: Tensors, *, lr: float, weight_decay: float, mode: str) -> None:
@@ -40,9 +48,7 @@ def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bo
     if has_own_kernels(grads[0].device):
         from layerwise.kernels.triton_elementwise import fused_momentum_
 
-        with torch.cuda.device_of(grads[0]):  # type: ignore[no-untyped-call]
-            for grad, state in zip(grads, momenta, strict=True):
-                fused_momentum_(grad, state, momentum=momentum, nesterov=nesterov)
+        _run_by_run(partial(fused_momentum_, momentum=momentum, nesterov=nesterov), grads, momenta)
         return
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, grads, alpha=1.0 - momentum)
@@ -83,19 +89,31 @@ def adamw_(
     if not masters:
         return
     beta1, beta2 = betas
+    root, size = math.sqrt(1.0 - beta2**step), lr / (1.0 - beta1**step)
+    if has_own_kernels(masters[0].device):
+        from layerwise.kernels.triton_elementwise import fused_adamw_
+
+        update = partial(fused_adamw_, betas=betas, root=root, eps=eps, size=size)
+        _run_by_run(update, masters, grads, exp_avgs, exp_avg_sqs)
+        return
     torch._foreach_mul_(exp_avgs, beta1)
     torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
     denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(denominators, math.sqrt(1.0 - beta2**step))
+    torch._foreach_div_(denominators, root)
     torch._foreach_add_(denominators, eps)
-    torch._foreach_addcdiv_(masters, exp_avgs, denominators, value=-lr / (1.0 - beta1**step))
+    torch._foreach_addcdiv_(masters, exp_avgs, denominators, value=-size)
 
 
 def lion_(masters: Tensors, grads: Tensors, exp_avgs: Tensors, *, lr: float, betas: tuple[float, float]) -> None:
     """One Lion update: step along the sign of an interpolated momentum, then advance the momentum."""
     if not masters:
+        return
+    if has_own_kernels(masters[0].device):
+        from layerwise.kernels.triton_elementwise import fused_lion_
+
+        _run_by_run(partial(fused_lion_, lr=lr, betas=betas), masters, grads, exp_avgs)
         return
     beta1, beta2 = betas
     directions = torch._foreach_mul(exp_avgs, beta1)

@@ -74,7 +74,7 @@ def interprets() -> bool:
 @pytest.mark.skipif(not interprets(), reason="needs Triton 3.9 or later")
 def test_the_kernels_are_right_in_tritons_interpreter() -> None:
     """In a process of its own: Triton decides at its first import whether it interprets."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *INTERPRETED]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *INTERPRETED]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.buffers.hooked import take_grad
-from layerwise.buffers.names import unwrapped
+from layerwise.buffers.names import named_buffers, named_parameters, unwrapped
 from layerwise.buffers.storage import refuse_sparse
 from layerwise.buffers.tracing import never_traced
 from layerwise.comm.engine import Engine, Settings
@@ -260,7 +260,7 @@ class DataParallel(nn.Module):
         """What `to()`, `half()`, `cpu()` and their like do. Weights stay where they are: there is nothing to do where they
         are there already, and no way elsewhere."""
         self.engine.check_bound()
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+        for name, tensor in (*named_parameters(self.module), *named_buffers(self.module)):
             found = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if found.dtype != tensor.dtype or not _same_device(found.device, tensor.device):
                 raise StateError(

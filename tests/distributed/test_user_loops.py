@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import warnings
 from typing import Any
 
@@ -307,6 +309,32 @@ def test_an_unwrapped_module_has_the_new_weights_on_every_rank() -> None:
     expected = ranks[0][-1]
     for found in (found for rank in ranks for found in rank):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def wrap_again_and_again(rank: int, world: int) -> list[int]:
+    """Open files after each of a few rounds: a group keeps connections."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "ep"))
+    module, found = Net(), []
+    for options in ({}, {"mesh": mesh, "check_collectives": True}) * 2:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no module names its experts
+            model = layerwise.DataParallel(module, **options)
+        optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.05), other=layerwise.AdamW(lr=0.01))
+        net_loss(model, rank, 0).backward()
+        optimizer.step()
+        model.unwrap()
+        del model, optimizer
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")
+def test_a_model_that_is_wrapped_again_and_again_leaves_no_connections_behind() -> None:
+    for found in run_ranks(2, wrap_again_and_again):
+        assert found[2:] == found[:2], found
 
 
 def test_a_step_after_unwrap_is_refused() -> None:

@@ -22,7 +22,7 @@ from layerwise.buffers.slots import Slots
 from layerwise.buffers.storage import Storage, one_device
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Domain, Groups, derive_together, share, tie_groups
+from layerwise.comm.groups import Domain, Groups, derive_together, destroy, share, tie_groups
 from layerwise.comm.publisher import Publisher
 from layerwise.comm.reducer import GradReducer
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
@@ -258,6 +258,7 @@ class Engine:
         _undo_all(self._undo)
         unhook(self.storage.params.values())
         self.storage.release()
+        destroy(self.groups)
         self.is_released = True
 
     def check_bound(self) -> None:

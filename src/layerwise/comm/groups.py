@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias, TypeVar
@@ -60,6 +60,8 @@ class Groups:
     all of their domains."""
     expert_place: int = 0
     """Which part of the experts this rank has."""
+    made: list[dist.ProcessGroup] = field(default_factory=list)
+    """All groups that were made for a model, in order."""
 
     @property
     def rank(self) -> int:
@@ -187,7 +189,16 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
         control=control,
         domains=dict.fromkeys(DOMAINS, everyone if world > 1 else _ALONE),
         stages=(tuple(range(world)),),
+        made=[training, control],
     )
+
+
+def destroy(groups: Groups) -> None:
+    """Leave the groups that were made for a model: each keeps threads and connections. Every rank does, in one order."""
+    while groups.made:
+        group = groups.made.pop()
+        if group in distributed_c10d._world.pg_map:  # else the user left all groups before
+            dist.destroy_process_group(group)
 
 
 def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool) -> Groups:
@@ -198,8 +209,8 @@ def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool) -> Gro
     stages = _ranks_by(places, ("pp",))
     shared = {stages[0]: (everyone.training, everyone.control)} if len(stages) == 1 else {}
     domains = {
-        DENSE: _my_domain(stages, shared, checked=checked),
-        EXPERT: _my_domain(_ranks_by(places, ("pp", "ep")), shared, checked=checked),
+        DENSE: _my_domain(stages, shared, everyone.made, checked=checked),
+        EXPERT: _my_domain(_ranks_by(places, ("pp", "ep")), shared, everyone.made, checked=checked),
     }
     return replace(everyone, domains=domains, stages=stages, expert_place=places[everyone.rank].get("ep", 0))
 
@@ -268,6 +279,7 @@ def _ranks_by(places: Mapping[int, Mapping[str, int]], dims: Sequence[str]) -> t
 def _my_domain(
     sets: Sequence[tuple[int, ...]],
     shared: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup | None]],
+    made: list[dist.ProcessGroup],
     *,
     checked: bool,
 ) -> Domain:
@@ -276,6 +288,7 @@ def _my_domain(
         if ranks not in shared and len(ranks) > 1:
             control = _new_group(ranks, backend="gloo") if checked else None
             shared[ranks] = _new_group(ranks), control
+            made.extend(group for group in (control, shared[ranks][0]) if group is not None)
     rank = dist.get_rank()
     mine = next(ranks for ranks in sets if rank in ranks)
     if len(mine) == 1:
@@ -291,6 +304,7 @@ def tie_groups(groups: Groups, stages_by_tie: Mapping[str, Sequence[int]], *, ch
         for ranks in zip(*(groups.stages[stage] for stage in stages), strict=True):
             control = _new_group(ranks, backend="gloo") if checked else None
             group = _new_group(ranks)
+            groups.made.extend(one for one in (control, group) if one is not None)
             if groups.rank in ranks:
                 found[tie] = Domain(group=group, control=control, rank=ranks.index(groups.rank), world=len(ranks))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from layerwise.errors import StateError
 class Work(Protocol):
     """What torch.distributed returns for an asynchronous call."""
 
-    def wait(self) -> object: ...
+    def wait(self, timeout: timedelta = ...) -> object: ...
 
     def is_completed(self) -> bool: ...
 
@@ -48,6 +49,11 @@ class Handle:
     def is_ready(self) -> bool:
         """Whether waiting would not take time. Some backends only know once they were waited for, and say no."""
         return all(work.is_completed() for work in self._works)
+
+    def settle(self, patience_s: float) -> None:
+        """Wait, but not for ever and not for the result; raises if it did not arrive."""
+        for work in self._works:
+            work.wait(timedelta(seconds=max(patience_s, 0.001)))
 
     def wait(self) -> Tensor:
         """The result, once it is there. A second wait is an error: it means that two places think they own the

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from layerwise.buffers.storage import Bucket, Storage
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
 from layerwise.comm.handles import Handle
+from layerwise.comm.leaving import before_exit
 from layerwise.comm.scopes import scope
 from layerwise.errors import StateError, warn
 from layerwise.layout.schedule import CommOp, gather_order, publish_op
@@ -69,6 +71,8 @@ class Publisher:
         self._when_learned: list[Callable[[], object]] = []
         self._compiled: dict[int, Bucket] = {}
         self._unguarded: dict[int, Bucket] = {}
+        if overlap:
+            before_exit(self)
 
     def _guard(self, bucket: Bucket) -> StaleGuard:
         params = [self._storage.params[placement.fqn] for placement in bucket.plan.placements]
@@ -154,6 +158,18 @@ class Publisher:
         bucket.land()
         if self._guards:
             self._guards[bucket.plan.index].disarm()
+
+    def leave(self, deadline_s: float) -> None:
+        """The process ends: let what was launched arrive, since others wait for this rank's part of it."""
+        if os.getpid() != self._process:
+            return
+        try:
+            for flight in self._flights.values():
+                flight.settle(deadline_s - time.monotonic())
+            if self._flights and self._storage.device.type == "cuda":
+                torch.cuda.synchronize(self._storage.device)
+        except RuntimeError:
+            return  # the others are gone already, or late: there is nobody left to tell
 
     @contextmanager
     def _impatient(self, bucket: Bucket) -> Iterator[None]:

@@ -315,15 +315,15 @@ def test_an_unwrapped_module_has_the_new_weights_on_every_rank() -> None:
 def end_after_the_last_step(rank: int, world: int) -> list[bool]:
     """The first rank evaluates after the last step, the others have nothing more to do and end."""
     torch.manual_seed(3)
-    model = layerwise.DataParallel(nn.Linear(2048, 2048, bias=False), layout="flat")
+    model = layerwise.DataParallel(nn.Linear(4096, 4096, bias=False), layout="flat")
     optimizer = layerwise.Optimizer(model, matrix=layerwise.AdamW(lr=0.5), other=layerwise.AdamW(lr=0.01))
-    model(torch.ones(1, 2048)).sum().backward()
+    model(torch.ones(1, 4096)).sum().backward()
     before = model.module.weight.detach().clone() if rank == 0 else None
     optimizer.step()
     if before is None:
         return []
     time.sleep(0.5)
-    return (model.module.weight.detach() != before).all(dim=1)[:: 2048 // 8].tolist()
+    return (model.module.weight.detach() != before).all(dim=1)[:: 4096 // 8].tolist()
 
 
 def test_a_rank_that_ends_after_its_last_step_takes_no_weights_along() -> None:

@@ -50,29 +50,33 @@ _CLIP_FILE = clip_grad.__file__
 _BETWEEN = (__name__, "torch._dynamo")
 
 
+def _kept(param: object) -> tuple[str, GradKeeper | None]:
+    """The name of a param, and who has its gradients, if anybody does."""
+    claim = _CLAIMS.get(param)
+    return ("", None) if claim is None else (claim.fqn, claim.keeper())
+
+
 class HookedParam:
     """Mixed into the class of a param whose gradients are taken to buckets."""
 
     plain: type[nn.Parameter]
     """The class that the param had before."""
-    answer: Callable[[_Claim, GradKeeper], None]
+    answer: Callable[[str, GradKeeper], None]
     """`_answer`, for code that is compiled too."""
 
     @property
     def grad(self) -> Tensor | None:
-        claim = _CLAIMS.get(self)
-        keeper = None if claim is None else claim.keeper()
-        if claim is not None and keeper is not None and keeper.has_gradients:
-            type(self).answer(claim, keeper)
+        fqn, keeper = _kept(self)
+        if keeper is not None and keeper.has_gradients:
+            type(self).answer(fqn, keeper)
         found: Tensor | None = _GRAD.__get__(self)
         return found
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        claim = _CLAIMS.get(self) if grad is None else None
-        keeper = None if claim is None else claim.keeper()
-        if claim is not None and keeper is not None and keeper.has_gradients:
-            keeper.forget_one(claim.fqn)  # `param.grad = None` is how some loops say zero_grad()
+        fqn, keeper = _kept(self)
+        if grad is None and keeper is not None and keeper.has_gradients:
+            keeper.forget_one(fqn)  # `param.grad = None` is how some loops say zero_grad()
         _GRAD.__set__(self, grad)
 
     @grad.deleter
@@ -93,14 +97,14 @@ def _asking() -> FrameType | None:
     return frame
 
 
-def _answer(claim: _Claim, keeper: GradKeeper) -> None:
+def _answer(fqn: str, keeper: GradKeeper) -> None:
     """Do what whoever reads a hooked param's `.grad` wants of it, as far as it is known."""
     asking = _asking()
     if asking is None:
         return
     # By name: compiled, the same function has other code.
     if asking.f_code.co_filename == _ZERO_GRAD.co_filename and _ZERO_GRAD.co_name in asking.f_code.co_name:
-        keeper.forget_one(claim.fqn)
+        keeper.forget_one(fqn)
     elif asking.f_code.co_filename == _CLIP_FILE and keeper not in _WARNED:
         _WARNED.add(keeper)
         warn(
@@ -134,8 +138,7 @@ def unhook(params: Iterable[nn.Parameter]) -> None:
 
 def is_hooked(param: nn.Parameter) -> bool:
     """Whether somebody takes this param's gradients away."""
-    claim = _CLAIMS.get(param)
-    return claim is not None and claim.keeper() is not None
+    return _kept(param)[1] is not None
 
 
 def grad_of(param: Tensor) -> Tensor | None:

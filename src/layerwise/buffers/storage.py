@@ -196,6 +196,7 @@ class Storage:
         self.buckets: tuple[Bucket, ...] = ()
         self._grad_parts: dict[str, tuple[Bucket, slice, torch.Size]] = {}
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads, where those stay
+        self._addresses: dict[str, int] = {}  # of each param's place in the replica; its own storage may move away
         self._versions: dict[str, int] = {}
         self._full_grads: list[Tensor | None] = []
         found: dict[int, Bucket] = {}
@@ -251,6 +252,7 @@ class Storage:
                 view = _of_its_own(bucket.replica[part]).view(param.shape)
                 view.copy_(param.data)
                 param.data = view
+                self._addresses[placement.fqn] = view.data_ptr()
                 self._versions[placement.fqn] = param._version
                 self._grad_parts[placement.fqn] = bucket, part, param.shape
                 if bucket.grad is not None:
@@ -290,9 +292,8 @@ class Storage:
         """Raise if a param no longer reads the replica, as after `module.to()`, `param.data = ...`, or once it was shared with
         another process, which gives its storage other memory: updates would not reach it."""
         for fqn, param in self.params.items():
-            bucket, part, shape = self._grad_parts[fqn]
-            place = bucket.replica[part]  # not a view with the param's own storage: that one moves with it
-            if param.data_ptr() != place.data_ptr() or param.shape != shape or param.dtype != place.dtype:
+            bucket, _, shape = self._grad_parts[fqn]
+            if param.data_ptr() != self._addresses[fqn] or param.shape != shape or param.dtype != bucket.replica.dtype:
                 raise StateError(
                     f"param {fqn!r} was moved out of its buffer (by module.to(), param.data = ..., share_memory(), a queue of "
                     "torch.multiprocessing or similar): expected it at its place in the replica. Move or convert the module before it is "

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from layerwise.comm import launch
+from layerwise.comm import joining
 from layerwise.config.schema import TrainConfig
 from layerwise.train.loop import train
 
@@ -39,7 +39,7 @@ def config_for(rule: str, lr: float) -> TrainConfig:
 
 
 def main() -> int:
-    ranks = launch.init()
+    ranks = joining.init()
     runs = []
     for rule, lrs in LRS.items():
         for lr in lrs:

@@ -23,10 +23,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import layerwise
-from layerwise.buffers.storage import ReplicaState
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError
+from layerwise.memory.storage import ReplicaState
 from tests.reference.oracle import Hyper
 from tests.worlds import hash_of, hash_tensors, rules
 

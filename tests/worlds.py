@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerwise
-from layerwise.comm import engine
+from layerwise.engine import engine
 from layerwise.layout.plan import make_plan
 from tests.reference.oracle import Hyper, Oracle
 

@@ -16,8 +16,8 @@ from layerwise.routing.rules import RouteRule
 from layerwise.routing.split import Split
 
 if TYPE_CHECKING:
-    from layerwise.buffers.logits import record_logits
-    from layerwise.comm.launch import init
+    from layerwise.comm.joining import init
+    from layerwise.models.logits import record_logits
     from layerwise.optim.loss_scale import LossScale
     from layerwise.optim.optimizer import Optimizer
     from layerwise.parallel.data_parallel import DataParallel
@@ -44,8 +44,8 @@ _LAZY = {
     "DataParallel": "layerwise.parallel.data_parallel",
     "LossScale": "layerwise.optim.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
-    "init": "layerwise.comm.launch",
-    "record_logits": "layerwise.buffers.logits",
+    "init": "layerwise.comm.joining",
+    "record_logits": "layerwise.models.logits",
 }
 
 

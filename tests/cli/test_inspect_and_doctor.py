@@ -76,14 +76,14 @@ def test_inspect_as_json_holds_the_same_as_data(capsys: pytest.CaptureFixture[st
 
 
 def test_inspect_plans_what_training_uses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from layerwise.comm import launch
+    from layerwise.comm import joining
     from layerwise.config.load import load, split_overrides
     from layerwise.train.loop import prepare
 
     words = [*SMALL, "--parallel.bucket-mib", "0.01", "--model.tie-embeddings", "true"]
     assert main(["inspect", *words, "--world", "1", "--json"]) == 0
     digest = json.loads(capsys.readouterr().out)["digest"]
-    run = prepare(load(None, split_overrides(words)[0]).config, launch.init(device="cpu"))
+    run = prepare(load(None, split_overrides(words)[0]).config, joining.init(device="cpu"))
     assert run.model.plan.digest == digest
 
 

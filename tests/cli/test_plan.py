@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from layerwise.cli.main import main
-from layerwise.comm import engine
 from layerwise.config.load import load
 from layerwise.config.schema import resolve_model
 from layerwise.dtypes import DType
+from layerwise.engine import engine
 from layerwise.layout.choice import Hardware
 from layerwise.layout.plan import make_plan
 from layerwise.planner.decoder import Decoder, GroupedQuery, table_of_shape

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import layerwise
-from layerwise.comm.reducer import GradReducer
+from layerwise.engine.reducer import GradReducer
 from layerwise.errors import StateError
 from tests import arrangements
 from tests.arrangements import Arrangement

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerwise
-from layerwise.comm import engine
 from layerwise.comm.collectives import Communicator
-from layerwise.comm.exchanger import Cohort
 from layerwise.comm.handles import Handle
+from layerwise.engine import engine
+from layerwise.engine.exchanger import Cohort
+from layerwise.engine.update import Update
 from layerwise.layout.choice import sent_by_rank
 from layerwise.layout.plan import make_plan
-from layerwise.optim.update import Update
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import numbers_of

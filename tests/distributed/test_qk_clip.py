@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import layerwise
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
-from layerwise.optim.qk_clip import NOTHING_CLIPPED, Clipper
+from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipper
 from layerwise.routing.heads import HeadRows
 from layerwise.routing.split import transposed
 from tests.ranks import raised, run_ranks

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerwise.comm.launch import Ranks, arrange
+from layerwise.comm.joining import Ranks, arrange
 from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.train.model import build_gpt, next_byte_loss
 from tests.distributed.trainer_jobs import CPU, Curve, largest_difference, several, small_config, train_on_rank

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.comm.launch import Ranks, arrange
+from layerwise.comm.joining import Ranks, arrange
 from layerwise.comm.pipeline import Pipeline, Wires
 from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.train.data import Batch

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from layerwise.comm.launch import Ranks
+from layerwise.comm.joining import Ranks
 from layerwise.config.schema import (
     DataConfig,
     LoopConfig,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from layerwise.buffers.bind import param_table
+from layerwise.models.table import param_table
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import route_params
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from layerwise.buffers.bind import param_table
 from layerwise.layout.plan import make_plan
+from layerwise.models.table import param_table
 from layerwise.planner.hf_config import MODEL_TYPES, hf_table
 from tests.hf.models import MODELS, build
 

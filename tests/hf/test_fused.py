@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layerwise.buffers.bind import param_table
+from layerwise.models.table import param_table
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import route_params
 from tests.hf.models import build, transformers

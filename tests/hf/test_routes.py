@@ -8,7 +8,7 @@ import functools
 import pytest
 from torch import nn
 
-from layerwise.buffers.bind import param_table
+from layerwise.models.table import param_table
 from layerwise.routing.rules import Route, route_params
 from tests.hf.models import MODELS, build
 from tests.hf.tables import GOLDEN, table_of

@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 
 import layerwise
-from layerwise.comm.engine import Settings, plan_for
-from layerwise.comm.launch import Ranks
+from layerwise.comm.joining import Ranks
 from layerwise.config.schema import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from layerwise.engine.engine import Settings, plan_for
 from layerwise.layout import storage
 from layerwise.layout.plan import Plan
 from layerwise.optim import optimizer as optimizer_module

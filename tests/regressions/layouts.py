@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerwise
-from layerwise.comm import engine
+from layerwise.engine import engine
 from layerwise.layout import storage
 from layerwise.layout.plan import Plan
 from layerwise.parallel.data_parallel import DataParallel

@@ -9,13 +9,13 @@ from unittest import mock
 
 import layerwise
 from layerwise.comm.collectives import Communicator
-from layerwise.comm.engine import Engine
 from layerwise.comm.handles import Handle
+from layerwise.engine import stats
+from layerwise.engine.engine import Engine
+from layerwise.engine.policy import GradientPolicy
+from layerwise.engine.stats import StatsPass
 from layerwise.layout.schedule import CommOp
-from layerwise.optim import stats
 from layerwise.optim.optimizer import Optimizer
-from layerwise.optim.policy import GradientPolicy
-from layerwise.optim.stats import StatsPass
 from layerwise.routing.spec import DENSE, EXPERT
 from tests import worlds
 from tests.arrangements import Arrangement

@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import layerwise
-from layerwise.buffers.slots import Slots
-from layerwise.buffers.stale import StaleGuard
-from layerwise.buffers.storage import Bucket, ReplicaState
 from layerwise.comm.collectives import Communicator, _name
-from layerwise.comm.engine import Engine
-from layerwise.comm.exchanger import Cohort, Passage
 from layerwise.comm.handles import Handle
-from layerwise.comm.publisher import Publisher
+from layerwise.engine.engine import Engine
+from layerwise.engine.exchanger import Cohort, Passage
+from layerwise.engine.publisher import Publisher
+from layerwise.engine.update import Update
 from layerwise.layout import slots as layout_slots
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp
 from layerwise.layout.slots import IdleRun, idle_runs
-from layerwise.optim.update import Update
+from layerwise.memory.slots import Slots
+from layerwise.memory.stale import StaleGuard
+from layerwise.memory.storage import Bucket, ReplicaState
 from layerwise.parallel import data_parallel
 from tests import worlds
 from tests.arrangements import Arrangement

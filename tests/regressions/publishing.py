@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerwise
-from layerwise.buffers.storage import Bucket, ReplicaState
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
-from layerwise.comm.publisher import Publisher
+from layerwise.engine.publisher import Publisher
+from layerwise.engine.update import Update
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp
-from layerwise.optim.update import Update
+from layerwise.memory.storage import Bucket, ReplicaState
 from tests import worlds
 from tests.arrangements import Arrangement, Stage
 from tests.regressions.cases import (

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerwise
-from layerwise.buffers.storage import Bucket
-from layerwise.comm import groups, reducer, reductions
+from layerwise.comm import groups
 from layerwise.comm.collectives import Communicator
 from layerwise.dtypes import DType
+from layerwise.engine import reducer, reductions
 from layerwise.layout import plan as plan_module
 from layerwise.layout import storage
 from layerwise.layout.launches import LaunchGroup
 from layerwise.layout.storage import BucketPlan
+from layerwise.memory.storage import Bucket
 from layerwise.parallel import data_parallel
 from layerwise.parallel.data_parallel import DataParallel
 from tests import worlds

@@ -17,11 +17,11 @@ from layerwise.comm import collectives
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.facts import gather_facts
 from layerwise.dtypes import DType
+from layerwise.engine import update
+from layerwise.engine.stats import StatsPass
+from layerwise.engine.update import Update
 from layerwise.layout import storage
 from layerwise.layout.storage import BufferGroup
-from layerwise.optim import update
-from layerwise.optim.stats import StatsPass
-from layerwise.optim.update import Update
 from tests import arrangements, worlds
 from tests.arrangements import Arrangement
 from tests.regressions.cases import Case, Mistake, arranged, compared, in_place_of, key_of

@@ -353,7 +353,7 @@ _ARRANGEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
 def _train_on_rank(rank: int, world: int, config: TrainConfig) -> int:
     import torch
 
-    from layerwise.comm.launch import Ranks
+    from layerwise.comm.joining import Ranks
     from layerwise.train.loop import train
 
     return train(config, Ranks(rank=rank, world=world, local_rank=rank, device=torch.device("cpu"))).step

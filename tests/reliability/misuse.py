@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerwise
-from layerwise.buffers.storage import Storage
-from layerwise.comm.engine import Engine
+from layerwise.engine.engine import Engine
 from layerwise.errors import ContractError, NonFiniteError, PlanMismatchError, StateError
+from layerwise.memory.storage import Storage
 from layerwise.optim.optimizer import Optimizer
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome, tally

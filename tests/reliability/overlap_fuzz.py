@@ -25,8 +25,8 @@ from unittest import mock
 
 import torch
 
-from layerwise.buffers.stale import StaleGuard
-from layerwise.buffers.storage import Bucket
+from layerwise.memory.stale import StaleGuard
+from layerwise.memory.storage import Bucket
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome
 from tests.walks import Action, Walk, Way, difference, transport

@@ -90,9 +90,9 @@ def _probe(what: str, ask: Callable[[], tuple[str, str]]) -> Finding:
 
 
 def _gloo() -> tuple[str, str]:
-    from layerwise.comm import launch
+    from layerwise.comm import joining
 
-    return ("ok", "part of torch") if "gloo" in launch.backends() else ("FAILED", "this torch was built without gloo")
+    return ("ok", "part of torch") if "gloo" in joining.backends() else ("FAILED", "this torch was built without gloo")
 
 
 def _cuda() -> tuple[str, str]:
@@ -110,9 +110,9 @@ def _cuda() -> tuple[str, str]:
 def _nccl() -> tuple[str, str]:
     import torch
 
-    from layerwise.comm import launch
+    from layerwise.comm import joining
 
-    if "nccl" not in launch.backends():
+    if "nccl" not in joining.backends():
         return "missing", "this torch has no NCCL; ranks on a CPU use gloo"
     version: object = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return "ok", ".".join(map(str, version)) if isinstance(version, tuple) else str(version)

@@ -195,9 +195,9 @@ def _plan_and_rows(
 
 def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int) -> Plan:
     """The plan that `DataParallel` would make of the module on `world` ranks."""
-    from layerwise.buffers.bind import torch_dtype
-    from layerwise.comm import engine
     from layerwise.dtypes import DType
+    from layerwise.engine import engine
+    from layerwise.models.table import torch_dtype
 
     settings = engine.Settings(
         layout=config.parallel.layout,
@@ -243,7 +243,7 @@ def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:
 
 def _rules_by_fqn(plan: Plan, config: TrainConfig) -> Mapping[str, Rule]:
     """The update rule of every trainable param, with the options of the user's rules in it."""
-    from layerwise.optim.groups import plan_groups
+    from layerwise.engine.param_groups import plan_groups
 
     groups = plan_groups(plan, matrix=matrix_rule(config.optim), other=other_rule(config.optim))
     return {fqn: group.rule for group in groups for fqn in group.fqns}
@@ -353,7 +353,7 @@ def _total_cells(rows: Sequence[ParamRow]) -> list[tuple[str, ...]]:
 
 def _explain(module: nn.Module, rules: Sequence[RouteRule], name: str, *, as_json: bool, strict: bool) -> int:
     """Which rules were tried for one param. It needs no plan, so it works where routing refuses the model."""
-    from layerwise.buffers.bind import param_table
+    from layerwise.models.table import param_table
 
     try:
         table = param_table(module)

@@ -115,7 +115,7 @@ def build_model(source: ModelSource, config: TrainConfig) -> nn.Module:
 
 
 def _trainer_model(config: TrainConfig) -> nn.Module:
-    from layerwise.buffers.bind import torch_dtype
+    from layerwise.models.table import torch_dtype
     from layerwise.train.model import GPT
 
     return GPT(resolve_model(config.model)).to(torch_dtype(DType(config.train.precision)))

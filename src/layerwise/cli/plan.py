@@ -164,7 +164,7 @@ def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
         table = _blamed_on(source.word, lambda: _trainer_table(config, request.expert_parallel))
     else:
         module = build_model(source, TrainConfig())
-        from layerwise.buffers.bind import param_table  # imports torch, which is there by now
+        from layerwise.models.table import param_table  # imports torch, which is there by now
 
         table = _blamed_on(source.word, lambda: param_table(module))
     if request.expert_parallel > 1 and all(param.domain == DENSE for param in table):
@@ -179,9 +179,9 @@ def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
 
 
 def _trainer_table(config: TrainConfig, expert_parallel: int) -> ParamTable:
-    from layerwise.buffers.bind import param_table, torch_dtype
     from layerwise.cli.meta import shapes_only
     from layerwise.comm.dispatch import ExpertRanks
+    from layerwise.models.table import param_table, torch_dtype
     from layerwise.train.model import GPT
 
     if config.parallel.pp > 1:

@@ -7,7 +7,7 @@ import traceback
 
 from layerwise.cli.console import TrainConsole
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, OK, complain, note
-from layerwise.comm import launch
+from layerwise.comm import joining
 from layerwise.config.schema import TrainConfig
 from layerwise.config.validate import TRACED_STEPS
 from layerwise.errors import ConfigError, PlanMismatchError
@@ -21,7 +21,7 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts, and not later
     try:
-        ranks = launch.init(device=config.train.device)
+        ranks = joining.init(device=config.train.device)
     except (ValueError, RuntimeError) as error:
         complain(f"this rank could not be started: {error}")
         return ENVIRONMENT
@@ -39,11 +39,11 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
     except Exception:  # a bug, here or in what the user plugged in: all of it must be seen
         complain(traceback.format_exc())
         return FAILED
-    launch.stop()  # only after success: when another rank is gone, leaving in order would wait for it
+    joining.stop()  # only after success: when another rank is gone, leaving in order would wait for it
     return OK
 
 
-def _train_and_tell(config: TrainConfig, ranks: launch.Ranks, trace: str | None) -> None:
+def _train_and_tell(config: TrainConfig, ranks: joining.Ranks, trace: str | None) -> None:
     """Rank 0's part: the same training, with a console, metrics and a report."""
     run_dir = create_run_dir(config)
     metrics = MetricsFile(run_dir.metrics)

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import layerwise  # noqa: E402
-from layerwise.comm import launch  # noqa: E402
+from layerwise.comm import joining  # noqa: E402
 
 _TIMEOUT_S = 30.0
 _STEPS = 3
@@ -32,7 +32,7 @@ def weight_hash(module: nn.Module) -> str:
 
 def main() -> int:
     torch.set_num_threads(1)
-    ranks = launch.init(device="cpu", timeout_s=_TIMEOUT_S)
+    ranks = joining.init(device="cpu", timeout_s=_TIMEOUT_S)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8))
     model = layerwise.DataParallel(module, layout="flat")
@@ -41,12 +41,12 @@ def main() -> int:
     losses = []
     for _ in range(_STEPS):
         loss = (model(inputs[ranks.rank]) - targets[ranks.rank]).square().mean()
-        losses.append(launch.mean(float(loss), ranks))
+        losses.append(joining.mean(float(loss), ranks))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    launch.same_on_all(weight_hash(module), "weights after the self test", ranks)
-    launch.stop()
+    joining.same_on_all(weight_hash(module), "weights after the self test", ranks)
+    joining.stop()
     if not losses[-1] < losses[0]:
         print(f"the loss did not fall: {losses}", file=sys.stderr)
         return 1

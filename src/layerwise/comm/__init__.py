@@ -1,1 +1,1 @@
-"""The only caller of torch.distributed: process groups, collectives, and the engine that runs a schedule on them."""
+"""The only caller of torch.distributed: process groups, collectives, and what ranks tell each other."""

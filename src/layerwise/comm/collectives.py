@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerwise.buffers.bind import torch_dtype
 from layerwise.comm.contract import Contract, Fingerprint
 from layerwise.comm.handles import Handle
 from layerwise.comm.scopes import scope
 from layerwise.errors import ContractError
 from layerwise.layout.schedule import CommOp, wire_nbytes
+from layerwise.models.table import torch_dtype
 
 # torch 2.13 renames the *_into_tensor and *_tensor spellings and warns about the old ones; 2.11 has only those.
 _all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from layerwise.buffers.bind import domains_by_prefix, vocabulary_shapes
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.errors import PlanMismatchError, did_you_mean
 from layerwise.layout.plan import Plan
+from layerwise.models.table import domains_by_prefix, vocabulary_shapes
 from layerwise.routing.spec import EXPERT
 
 

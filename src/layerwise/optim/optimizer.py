@@ -13,10 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from layerwise.buffers.bind import named_params
-from layerwise.buffers.storage import refuse_sparse
-from layerwise.buffers.tracing import never_traced
-from layerwise.comm.engine import Engine, Settings, refuse_sharded
 from layerwise.comm.groups import (
     agree,
     agree_despite,
@@ -30,17 +26,21 @@ from layerwise.comm.roster import check_alike
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
 from layerwise.dtypes import DType
+from layerwise.engine.engine import Engine, Settings, refuse_sharded
+from layerwise.engine.param_groups import GroupPlan, live_rule, plan_groups
+from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
+from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipped, Clipper, Watched, plan_clipping
+from layerwise.engine.stats import Seen, StatsPass, StepStats, Totals, assign_norm_groups
+from layerwise.engine.update import Update
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed, warn
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.schedule import CommSchedule
-from layerwise.optim.groups import GroupPlan, live_rule, plan_groups
+from layerwise.memory.storage import refuse_sparse
+from layerwise.models.table import named_params
+from layerwise.models.tracing import never_traced
 from layerwise.optim.loss_scale import LossScale, LossScaler, checked_loss_scale
-from layerwise.optim.policy import ClipScope, GradientPolicy, OnNonFinite
-from layerwise.optim.qk_clip import NOTHING_CLIPPED, Clipped, Clipper, Watched, plan_clipping
 from layerwise.optim.skips import Skips
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
-from layerwise.optim.stats import Seen, StatsPass, StepStats, Totals, assign_norm_groups
-from layerwise.optim.update import Update
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import DENSE
 

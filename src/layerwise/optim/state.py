@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from layerwise.buffers.storage import Storage
 from layerwise.config.rules import plain_option
-from layerwise.optim.groups import live_rule
+from layerwise.engine.param_groups import live_rule
+from layerwise.memory.storage import Storage
 
 _KEY = "layerwise"
 

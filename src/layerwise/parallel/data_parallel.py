@@ -11,11 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layerwise.buffers.hooked import take_grad
-from layerwise.buffers.names import named_buffers, named_parameters, unwrapped
-from layerwise.buffers.storage import refuse_sparse
-from layerwise.buffers.tracing import never_traced
-from layerwise.comm.engine import Engine, Settings
 from layerwise.comm.groups import (
     Mesh,
     ProcessGroup,
@@ -27,13 +22,18 @@ from layerwise.comm.groups import (
     describe_mesh,
     num_stages,
 )
-from layerwise.comm.publisher import Publisher
-from layerwise.comm.reducer import GradReducer
 from layerwise.comm.scopes import scope
+from layerwise.engine.engine import Engine, Settings
+from layerwise.engine.publisher import Publisher
+from layerwise.engine.reducer import GradReducer
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer
+from layerwise.memory.hooked import take_grad
+from layerwise.memory.storage import refuse_sparse
+from layerwise.models.names import named_buffers, named_parameters, unwrapped
+from layerwise.models.tracing import never_traced
 from layerwise.parallel.watch import refuse_scripted, watch_forward
 from layerwise.routing.rules import RouteRule
 

@@ -1,7 +1,7 @@
 """Forward hooks: a module's params are brought up to date just before it runs.
 
 The hook sits on the modules that own params directly and costs two attribute reads per bucket once that is fresh. It is
-what makes gathers early and cheap; what makes them certain is `buffers.stale`, which catches every other read.
+what makes gathers early and cheap; what makes them certain is `memory.stale`, which catches every other read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerwise.buffers.names import named_modules
-from layerwise.buffers.stale import outside_transforms
-from layerwise.buffers.storage import Bucket
-from layerwise.comm.publisher import Publisher
 from layerwise.comm.scopes import scope
+from layerwise.engine.publisher import Publisher
+from layerwise.memory.stale import outside_transforms
+from layerwise.memory.storage import Bucket
+from layerwise.models.names import named_modules
 
 Buckets = tuple[Bucket, ...]
 

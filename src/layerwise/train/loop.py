@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import layerwise
-from layerwise.comm import launch
+from layerwise.comm import joining
 from layerwise.comm.scopes import scope
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, qk_clip_of, resolve_model
@@ -44,7 +44,7 @@ class Watcher(Protocol):
 
 
 def train(
-    config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher] = (), trace: str | None = None
+    config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watcher] = (), trace: str | None = None
 ) -> EndRecord:
     """Train from the first step to the last, or to the first Ctrl-C. `trace` names a file for a timeline of two steps."""
     run = prepare(config, ranks, watchers)
@@ -98,7 +98,7 @@ class Run:
     """The live parts of a run on this rank."""
 
     config: TrainConfig
-    ranks: launch.Ranks
+    ranks: joining.Ranks
     corpus: Corpus
     loader: Loader
     model: layerwise.DataParallel
@@ -134,7 +134,7 @@ class Run:
     def log(self, step: int) -> None:
         """Average over ranks what happened since the last time and tell it."""
         meter, stats = self.meter, self.optimizer.stats
-        loss = launch.total(float(meter.loss_sum) / meter.steps, self.ranks) / self.loader.batching.world
+        loss = joining.total(float(meter.loss_sum) / meter.steps, self.ranks) / self.loader.batching.world
         lap_s = time.perf_counter() - meter.lap_started_s
         record = StepRecord(
             step=step,
@@ -169,7 +169,7 @@ class Run:
             if logits is not None:
                 nats += (next_byte_loss(logits, batch.targets) * weights).sum()
         self.model.train()
-        val_loss = launch.total(float(nats), self.ranks) / num_sequences
+        val_loss = joining.total(float(nats), self.ranks) / num_sequences
         val_bpb = val_loss / math.log(2)
         self.tell(EvalRecord(step=step, val_loss=val_loss, val_bpb=val_bpb, elapsed_s=self.meter.elapsed_s))
         self.meter.lap_started_s += time.perf_counter() - began_s  # validation is not the step's time
@@ -179,7 +179,7 @@ class Run:
         """Whether any rank was asked to stop. All answer alike, or the rest would wait for the one that left."""
         # On a GPU the question makes the host wait, so it is asked where the host waits anyway.
         is_asked = self.ranks.device.type == "cpu" or step % self.config.train.log_every == 0
-        return is_asked and launch.mean(float(stop.requested), self.ranks) > 0
+        return is_asked and joining.mean(float(stop.requested), self.ranks) > 0
 
     def record(self) -> RunRecord:
         """How this run begins."""
@@ -218,15 +218,15 @@ class Run:
         )
 
 
-def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher] = ()) -> Run:
+def prepare(config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watcher] = ()) -> Run:
     """Text, model and optimizer, after making sure that all ranks mean the same run."""
     torch.use_deterministic_algorithms(config.train.deterministic)
     shape = resolve_model(config.model)
     corpus = load_corpus(config.data, shape.seq_len)
-    launch.same_on_all(dump_json(config), "config", ranks)
-    launch.same_on_all(corpus.digest, "training text", ranks)
+    joining.same_on_all(dump_json(config), "config", ranks)
+    joining.same_on_all(corpus.digest, "training text", ranks)
     rules = read_rules(config.routing.rules_file)
-    launch.same_on_all(rules_to_toml(rules), "routing rules", ranks)
+    joining.same_on_all(rules_to_toml(rules), "routing rules", ranks)
     grid = _arrange(config, ranks)
     dtype = _DTYPES[config.train.precision]
     chunks = build_chunks(config, shape, grid, ranks.device, dtype)
@@ -272,11 +272,11 @@ def prepare(config: TrainConfig, ranks: launch.Ranks, watchers: Sequence[Watcher
     )
 
 
-def _arrange(config: TrainConfig, ranks: launch.Ranks) -> launch.Grid:
+def _arrange(config: TrainConfig, ranks: joining.Ranks) -> joining.Grid:
     problems = world_problems(config.parallel, ranks.world)
     if problems:
         raise ConfigError(problems)
-    return launch.arrange(ranks, pp=config.parallel.pp, ep=config.parallel.ep)
+    return joining.arrange(ranks, pp=config.parallel.pp, ep=config.parallel.ep)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import layerwise
-from layerwise.comm.launch import Grid
+from layerwise.comm.joining import Grid
 from layerwise.comm.pipeline import Pipeline, Wires
 from layerwise.comm.scopes import scope
 from layerwise.config.schema import ModelShape, TrainConfig

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from layerwise.buffers.bind import named_trainables
 from layerwise.comm.groups import NO_GROUPS
 from layerwise.comm.roster import Roster, _copies, _describe_ties, check_alike, cuts_of_ties
 from layerwise.layout.plan import make_plan
+from layerwise.models.table import named_trainables
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
 

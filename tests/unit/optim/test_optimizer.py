@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import layerwise
+from layerwise.engine.policy import GradientPolicy
+from layerwise.engine.stats import Totals
+from layerwise.engine.update import Update
 from layerwise.errors import StateError
-from layerwise.optim.policy import GradientPolicy
-from layerwise.optim.stats import Totals
-from layerwise.optim.update import Update
 from tests.worlds import Case, Net, Zoo, deliver, gradient, hash_everything, net_loss, wrap
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import layerwise
-from layerwise.comm.publisher import Publisher
+from layerwise.engine.publisher import Publisher
 from tests.ranks import run_ranks
 from tests.regressions.transports import late_gathers
 from tests.worlds import Hyper, Net, rules

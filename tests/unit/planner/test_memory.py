@@ -9,8 +9,8 @@ import pytest
 
 from layerwise.config.rules import RULES_BY_KIND, AdaMuon, AdamW, Lion, Muon, NorMuon
 from layerwise.dtypes import DType
+from layerwise.engine.algorithms import MATRIX, state_names
 from layerwise.layout.plan import make_plan
-from layerwise.optim.algorithms import MATRIX, state_names
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.presets import preset
 from layerwise.planner.rules import STATE_TENSORS, Rules, home_state_numel, schedule_for, wire_dtypes

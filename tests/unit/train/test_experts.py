@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.buffers.bind import param_table
 from layerwise.comm.dispatch import ExpertRanks
 from layerwise.config.schema import ModelConfig, ModelShape, resolve_model
+from layerwise.models.table import param_table
 from layerwise.routing.rules import route_params
 from layerwise.train.experts import MoE
 from layerwise.train.model import GPT, Stage, build_gpt, count_params

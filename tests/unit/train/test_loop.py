@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerwise.comm.launch import Ranks
+from layerwise.comm.joining import Ranks
 from layerwise.config.schema import (
     DataConfig,
     LoopConfig,

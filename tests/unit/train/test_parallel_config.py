@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from layerwise.comm.launch import Ranks, arrange
+from layerwise.comm.joining import Ranks, arrange
 from layerwise.config.load import load, split_overrides
 from layerwise.config.schema import ParallelConfig, resolve_model
 from layerwise.config.validate import validate, world_problems

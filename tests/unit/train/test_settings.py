@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerwise.comm.launch import Ranks
+from layerwise.comm.joining import Ranks
 from layerwise.config.schema import (
     DataConfig,
     LoopConfig,

@@ -1,0 +1,150 @@
+"""What each rule does with tensors: its state, its element-wise part on shards, and for matrix rules what happens to a
+whole matrix at its home."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from layerwise.config.coefficients import coefficient_schedule
+from layerwise.dtypes import DType
+from layerwise.kernels.elementwise import adamw_, lion_, momentum_
+from layerwise.kernels.facts import products_for
+from layerwise.kernels.newton_schulz import orthogonalize
+from layerwise.kernels.products import Products
+from layerwise.kernels.second_moment import normalise_elements, normalise_rows
+from layerwise.models.table import torch_dtype
+
+Options = Mapping[str, object]
+"""The options of a live param group, as its rule holds them."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Stretches of this rank's shards with equal options: flat fp32 tensors, one entry per run in each list."""
+
+    masters: list[Tensor]
+    grads: list[Tensor]  # averaged and clipped; may be overwritten
+    states: Mapping[str, list[Tensor]]
+
+
+class ElementwiseAlgorithm(Protocol):
+    """A rule that needs no more than an element and its state."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]: ...
+
+    def update_(self, runs: Runs, options: Options, step: int) -> None: ...
+
+
+class _AdamW:
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def update_(self, runs: Runs, options: Options, step: int) -> None:
+        adamw_(
+            runs.masters,
+            runs.grads,
+            runs.states["exp_avg"],
+            runs.states["exp_avg_sq"],
+            step=step,
+            lr=number(options, "lr"),
+            betas=_betas(options),
+            eps=number(options, "eps"),
+        )
+
+
+class _Lion:
+    state_names = ("exp_avg",)
+
+    def update_(self, runs: Runs, options: Options, step: int) -> None:
+        lion_(runs.masters, runs.grads, runs.states["exp_avg"], lr=number(options, "lr"), betas=_betas(options))
+
+
+class _Muon:
+    """Momentum on shards, Newton-Schulz at home. The relatives below add to what happens at home."""
+
+    state_names: tuple[str, ...] = ("momentum",)
+
+    def prepare_(self, runs: Runs, options: Options) -> None:
+        """Leave in `grads` what is to be orthogonalised."""
+        momentum_(
+            runs.grads,
+            runs.states["momentum"],
+            momentum=number(options, "momentum"),
+            nesterov=bool(options["nesterov"]),
+        )
+
+    def home_state(self, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
+        """State that lives with a matrix at its home, by name, with its shape."""
+        return {}
+
+    def direction(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+        """The orthogonalised update, in the dtype it travels in. Rounding to that dtype comes first in every layout,
+        also where nothing travels."""
+        wire = wire_dtype(options)
+        return self._at_home(update_BMN.to(wire), options, state).to(wire)
+
+    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+        return orthogonalize(
+            update_BMN,
+            schedule=coefficient_schedule(options["coefficients"], int(number(options, "steps"))),  # type: ignore[arg-type]
+            method=str(options["method"]),
+            dtype=torch_dtype(DType(str(options["ns_dtype"]))),
+        )
+
+
+class _NorMuon(_Muon):
+    def home_state(self, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
+        return {"row_moment": (rows,)}
+
+    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+        direction_BMN = super()._at_home(update_BMN, options, state)
+        return normalise_rows(
+            direction_BMN, state["row_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
+        )
+
+
+class _AdaMuon(_Muon):
+    def home_state(self, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
+        return {"second_moment": (rows, cols)}
+
+    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+        direction_BMN = super()._at_home(update_BMN.sign(), options, state)
+        return normalise_elements(
+            direction_BMN, state["second_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
+        )
+
+
+MatrixAlgorithm = _Muon
+
+ELEMENTWISE: dict[str, ElementwiseAlgorithm] = {"adamw": _AdamW(), "lion": _Lion()}
+MATRIX: dict[str, MatrixAlgorithm] = {"muon": _Muon(), "normuon": _NorMuon(), "adamuon": _AdaMuon()}
+
+
+def state_names(kind: str) -> tuple[str, ...]:
+    """The per-element state of a rule."""
+    return MATRIX[kind].state_names if kind in MATRIX else ELEMENTWISE[kind].state_names
+
+
+def number(options: Options, name: str) -> float:
+    """A numeric option."""
+    return float(options[name])  # type: ignore[arg-type]
+
+
+def products_of(options: Options, device: torch.device) -> Products:
+    """Who multiplies the matrices of a param group at their homes, and why."""
+    return products_for(device, wire_dtype(options), torch_dtype(DType(str(options["ns_dtype"]))))
+
+
+def _betas(options: Options) -> tuple[float, float]:
+    betas: Any = options["betas"]
+    return float(betas[0]), float(betas[1])
+
+
+def wire_dtype(options: Options) -> torch.dtype:
+    """What an update is rounded to on its way to Newton-Schulz."""
+    return torch.bfloat16 if options["ns_dtype"] == "bf16" else torch.float32

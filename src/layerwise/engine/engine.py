@@ -1,0 +1,384 @@
+"""The engine: one plan, its memory and its communication, shared by the module wrapper that feeds it gradients and the
+optimizer that steps it."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.comm.collectives import Communicator
+from layerwise.comm.contract import Contract
+from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, destroy, share, tie_groups
+from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
+from layerwise.dtypes import DType
+from layerwise.engine.publisher import Publisher
+from layerwise.engine.reducer import GradReducer
+from layerwise.errors import PlanMismatchError, StateError, listed, warn
+from layerwise.kernels.hashing import hash_bits
+from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.slots import Staging
+from layerwise.layout.storage import ParamSync, Reducer, bucket_numel_of
+from layerwise.memory.hooked import hook, is_hooked, unhook
+from layerwise.memory.slots import Slots
+from layerwise.memory.storage import Storage, one_device
+from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table, plain_dtype
+from layerwise.routing.rules import RouteRule, suspicion
+from layerwise.routing.spec import DENSE, EXPERT
+
+_SWITCHES = (
+    "strict",
+    "shard_grads",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "align_param_gather",
+    "check_collectives",
+    "check_replicas",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a DataParallel was asked for; `DataParallel` documents them."""
+
+    layout: str = "auto"
+    rules: Sequence[RouteRule] | None = None
+    strict: bool = False
+    bucket_mib: float | None = None
+    grad_dtype: torch.dtype = torch.float32
+    reducer: Reducer = "collective"
+    param_sync: ParamSync = "gather"
+    shard_grads: bool = False
+    staging: Staging = "slots"
+    ties: Mapping[str, str] = field(default_factory=dict)
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    prefetch: int | None = None
+    align_param_gather: bool = False
+    check_collectives: bool = False
+    check_replicas: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        mib = self.bucket_mib
+        if mib is not None and not (isinstance(mib, int | float) and math.isfinite(mib) and mib > 0):
+            raise ValueError(f"bucket_mib must be a positive number, got {mib!r}. Leave it out for the default.")
+        ahead = self.prefetch
+        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
+            raise ValueError(f"prefetch must be a number of buckets, 0 or more, or None for all, got {ahead!r}.")
+        if not isinstance(self.ties, Mapping) or not all(
+            isinstance(text, str) and text for pair in self.ties.items() for text in pair
+        ):
+            raise TypeError(
+                f"ties must be a dict from the name of a tie to the fqn of the copy here, got {self.ties!r}."
+            )
+        if len(set(self.ties.values())) < len(self.ties):
+            raise ValueError(f"ties={dict(self.ties)} names one param twice: a weight has one tie.")
+
+
+def plan_for(
+    chunks: Sequence[nn.Module],
+    settings: Settings,
+    *,
+    world: int,
+    worlds: Mapping[str, int] | None = None,
+    ranks: int | None = None,
+    stages_by_tie: Mapping[str, int] | None = None,
+    vocabularies: Collection[tuple[int, int]] = (),
+) -> Plan:
+    """The plan of live modules (also on the meta device). `vocabularies` are shapes of embeddings on other pipeline
+    stages."""
+    dtype = plain_dtype(settings.grad_dtype, "grad_dtype")
+    if dtype is DType.FP64:
+        raise TypeError("grad_dtype is torch.float64: expected one of fp32, bf16, fp16.")
+    table = param_table(*chunks, vocabularies=vocabularies, ties=settings.ties)
+    if not any(param.trainable for param in table):
+        raise ValueError(
+            f"{type(chunks[0]).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
+        )
+    return make_plan(
+        table,
+        world=world,
+        worlds=worlds,
+        ranks=ranks,
+        layout=settings.layout,
+        rules=settings.rules,
+        strict=settings.strict,
+        grad_dtype=dtype,
+        bucket_numel=bucket_numel_of(settings.bucket_mib, dtype),
+        reducer=settings.reducer,
+        param_sync=settings.param_sync,
+        shard_grads=settings.shard_grads,
+        staging=settings.staging,
+        stages_by_tie=stages_by_tie,
+    )
+
+
+def refuse_sharded(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise if somebody else has cut a param into DTensors already."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none
+    for fqn, param in params.items():
+        if tensors is not None and isinstance(param, tensors.DTensor):
+            raise TypeError(
+                f"param {fqn!r} is a DTensor, cut by fully_shard() or parallelize_module(): expected a plain tensor. Sharded models "
+                "are not supported yet: pass layerwise.DataParallel the module as it was before, which shards gradients and "
+                "optimizer state itself."
+            )
+
+
+def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise if a param lies in somebody else's buffers already, or not all of them on one device."""
+    if any(map(is_hooked, params.values())):
+        gc.collect()  # a wrapper that nobody has any more may be waiting for that, in a cycle with a scheduler
+    for fqn, param in params.items():
+        if is_hooked(param):
+            raise StateError(
+                f"param {fqn!r} lies in the buffers of a DataParallel already: its gradients go there. Wrap a model once and "
+                "pass the wrapped model on. To wrap it anew, call unwrap() of the one that has it, or drop that and its "
+                "optimizer."
+            )
+    trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
+    if trainables:
+        one_device(trainables)
+
+
+def _is_channels_last(param: Tensor) -> bool:
+    """Whether channels lie next to each other, and the order of its memory is another one than that of its indices."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    own = formats.get(param.ndim)
+    return own is not None and not param.is_contiguous() and param.is_contiguous(memory_format=own)
+
+
+def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> tuple[int, int] | None:
+    """The first tensor whose bits are not those of rank 0 on some rank, and that rank. The same answer on every rank."""
+    if not tensors:
+        return None
+    rows = communicator.gather_numbers(torch.cat([hash_bits(tensor) for tensor in tensors]), label="replicas").cpu()
+    differing = (rows != rows[0]).nonzero()
+    if not len(differing):
+        return None
+    rank, number = differing[differing[:, 1].argmin()].tolist()
+    return number // 2, rank
+
+
+class StepsEngine(Protocol):
+    """What the engine's other users need of its optimizer."""
+
+    def clip_next_step(self, max_norm: float) -> Tensor: ...
+
+
+def _undo_all(undo: list[Callable[[], object]]) -> None:
+    while undo:
+        undo.pop()()
+
+
+class Engine:
+    """Plan, storage, reducer and publisher of one model on one rank."""
+
+    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, settings: Settings, *, hooked: bool) -> None:
+        self.chunks = tuple(chunks)
+        self.groups = groups
+        self.settings = settings
+        params = dict(named_params(*self.chunks))
+        self._frozen = {fqn: param for fqn, param in params.items() if not param.requires_grad}
+        trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
+        self.roster = Roster.of(groups, self.chunks, trainables, self._frozen, settings.ties)
+        self.plan = derive_together(
+            groups,
+            "plans",
+            lambda: self._plan(params),
+            lambda plan: {**plan.to_json(), "constants": self._describe_constants()},
+        )
+        check_alike(groups, self.roster, "is stored", cuts_of_ties(self.plan))
+        self.sent_nbytes: Counter[str] = Counter()
+        checked = settings.check_collectives
+        self.everyone = Communicator(groups.training, self._contract(groups.control), self.sent_nbytes)
+        self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
+        ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
+        self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
+        for bucket in self.plan.buckets:
+            if bucket.world != self.communicators[bucket.domain].world:
+                raise PlanMismatchError(
+                    f"{bucket.label} is laid out for {bucket.world} ranks, domain {bucket.domain!r} has "
+                    f"{self.communicators[bucket.domain].world}: shards would have no owner."
+                )
+        ranks = {name: domain.rank for name, domain in groups.domains.items()}
+        self.storage = Storage(self.plan, trainables, ranks)
+        # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
+        overlap = settings.overlap_grad_reduce and not settings.check_collectives
+        # Gathers belong to the step that made them due, whenever they are launched, and are counted apart.
+        self.gathered_nbytes: Counter[str] = Counter()
+        self.publisher = Publisher(
+            self.storage,
+            {
+                name: Communicator(own.group, own.contract, self.gathered_nbytes)
+                for name, own in self.communicators.items()
+            },
+            overlap=settings.overlap_param_gather,
+            prefetch=settings.prefetch,
+            aligned=settings.align_param_gather,
+        )
+        self.reducer = GradReducer(
+            self.storage, self.communicators, self._ties, overlap=overlap, before=self.publisher.launch_all
+        )
+        if hooked:
+            for fqn, param in self.storage.params.items():
+                hook(fqn, param, self.reducer)
+        self.optimizer: Callable[[], StepsEngine | None] = lambda: None
+        """Who steps this engine, if anybody does: held weakly."""
+        self.slots: Slots | None = None
+        """Staging memory of the optimizer's exchange."""
+        self.is_released = False
+        self._undo: list[Callable[[], object]] = []
+        # A wrapper that nobody has any more leaves no hook behind. What its params hold stays: gathers that are under way
+        # arrive, and whoever reads a param waits for them.
+        weakref.finalize(self, _undo_all, self._undo).atexit = False
+
+    def when_released(self, undo: Callable[[], object]) -> None:
+        """Call this when the module is to be as it was before. It must not hold the engine."""
+        self._undo.append(undo)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Bring weights up to date, give them memory of their own and take every hook away. The engine is of no use any
+        more."""
+        self.publisher.ensure_all()
+        self.reducer.forget()
+        _undo_all(self._undo)
+        unhook(self.storage.params.values())
+        self.storage.release()
+        destroy(self.groups)
+        self.is_released = True
+
+    def check_bound(self) -> None:
+        """Raise if the module was taken back."""
+        if self.is_released:
+            raise StateError("the model was unwrapped: its module is as it was. Wrap the module anew to train it.")
+
+    def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
+        refuse_sharded(params)
+        _refuse_claimed(params)
+        plan = plan_for(
+            self.chunks,
+            self.settings,
+            world=self.groups.domains[DENSE].world,
+            worlds={name: domain.world for name, domain in self.groups.domains.items()},
+            ranks=self.groups.world,
+            stages_by_tie={tie: len(stages) for tie, stages in self.roster.stages_by_tie.items()},
+            vocabularies=self.roster.vocabularies,
+        )
+        # In here, because a warning may be an error, and one on one rank must be one on all.
+        reordered = [fqn for fqn, param in params.items() if param.requires_grad and _is_channels_last(param)]
+        if reordered and self.groups.rank == 0:
+            warn(
+                f"channels_last is lost for {listed(reordered)}: a flat buffer holds a weight in the order of its indices. Give the "
+                "model channels_last inputs, x.to(memory_format=torch.channels_last): a convolution computes in the format of its "
+                "input, and torch reorders the weight for it.",
+            )
+        doubt = suspicion(plan.routes, plan.table)
+        if doubt is not None and self.groups.rank == 0:
+            warn(doubt)
+        if self.groups.domains[EXPERT].world < plan.world and not self.roster.has_experts and self.groups.rank == 0:
+            warn(
+                "the mesh has a dim 'ep', but no module names expert params in param_domains(): all params are averaged "
+                "over all ranks of a stage.",
+            )
+        return plan
+
+    def _contract(self, control: ProcessGroup | None) -> Contract | None:
+        return Contract(control) if self.settings.check_collectives and control is not None else None
+
+    def _communicator(self, domain: Domain) -> Communicator:
+        return Communicator(domain.group, self._contract(domain.control), self.sent_nbytes)
+
+    def _constants(self) -> dict[str, Tensor]:
+        """What the model reads beside its trainable params: frozen ones and buffers."""
+        return {**self._frozen, **dict(named_buffers(*self.chunks))}
+
+    def _describe_constants(self) -> dict[str, list[object]]:
+        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in self._constants().items()}
+
+    @torch.no_grad()
+    def spread_from_first(self) -> None:
+        """Make every rank start from the weights and buffers of its domain's first rank, as DistributedDataParallel
+        does, and copies of a tied weight from its first stage."""
+        for bucket in self.storage.buckets:
+            self.communicators[bucket.plan.domain].broadcast(bucket.replica, label=bucket.plan.label)
+        # By name: copies of different ties may lie in another order on another stage.
+        for bucket in sorted(self.storage.buckets, key=lambda bucket: bucket.plan.tie):
+            if bucket.plan.tie:
+                self._ties[bucket.plan.tie].broadcast(bucket.replica, label=f"tie {bucket.plan.tie!r}")
+            bucket.refresh_master()
+        domain_of = domains_by_prefix(*self.chunks)
+        for name, tensor in self._constants().items():
+            if tensor.numel():
+                whole = tensor.detach().contiguous()
+                # As bytes: buffers may have dtypes that a backend cannot send.
+                self.communicators[domain_of(name)].broadcast(whole.view(-1).view(torch.uint8), label=f"{name!r}")
+                tensor.detach().copy_(whole)
+
+    def check_trainables(self) -> None:
+        """Raise if the model's trainable params are not those its buffers were laid out for."""
+        for fqn, param in named_params(*self.chunks):
+            mine = self.storage.params.get(fqn)
+            if mine is param and not param.requires_grad:
+                raise StateError(
+                    f"param {fqn!r} was frozen after construction: expected requires_grad=True, as it was when its buffers "
+                    "were laid out. Freeze params before wrapping the model, or give the param lr 0 with a route rule."
+                )
+            if mine is not param and param.requires_grad:
+                was = "unfrozen" if fqn in self._frozen else "replaced" if mine is not None else "added"
+                raise StateError(
+                    f"param {fqn!r} was {was} after construction: it has no place in the buffers and would never be updated. "
+                    "Build the model whole and set requires_grad before wrapping it."
+                )
+
+    def check_replicas(self) -> None:
+        """Raise on every rank, naming a param, unless all ranks of each domain have the same weights. All replicas must be
+        up to date, and no reduction under way."""
+        problem = ""
+        for domain, communicator in sorted(self.communicators.items()):
+            buckets = [bucket for bucket in self.storage.buckets if bucket.plan.domain == domain]
+            differs = _first_difference([bucket.replica for bucket in buckets], communicator)
+            if differs is not None and not problem:
+                number, rank = differs
+                plan = buckets[number].plan
+                params = [self.storage.params[placement.fqn].detach().view(-1) for placement in plan.placements]
+                which = _first_difference(params, communicator)
+                name = plan.placements[which[0] if which else 0].fqn
+                problem = (
+                    f"param {name!r} ({plan.label}) has other values on rank {rank} of domain {domain!r} than on rank 0: a step "
+                    "would mix them. Load the same weights on every rank, or build the model anew."
+                )
+        told = share(self.groups, lambda: {"problem": problem})
+        problems = [text for facts in told if (text := str(facts["problem"]))]
+        if problems:
+            raise StateError(problems[0])
+
+    def free_buffers(self) -> None:
+        """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""
+        if self.slots is not None:
+            self.slots.free()
+        for bucket in self.storage.buckets:
+            if bucket.ring is not None:
+                bucket.ring.free()
+        if self.storage.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def pull_from_replicas(self) -> None:
+        """Take the weights that forward reads as the truth, after the user changed them."""
+        self.publisher.ensure_all()
+        for bucket in self.storage.buckets:
+            for span in bucket.spans:
+                bucket.pull(span.part)

@@ -1,0 +1,73 @@
+"""What to do with gradients before they are used: clip, skip, refuse. Every decision is a function of reduced
+values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from layerwise.config.rules import plain_option
+from layerwise.engine.stats import Totals
+from layerwise.errors import listed
+
+ClipScope = Literal["all", "other-only", "none"]
+OnNonFinite = Literal["skip", "raise", "ignore"]
+
+_FAMILIES = ("matrix", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientPolicy:
+    """The optimizer's arguments about gradients; `Optimizer` documents them."""
+
+    clip_grad_norm: float | None
+    clip: ClipScope
+    nonfinite: OnNonFinite
+    skip_above: float | None
+    strict_grads: bool
+    max_skipped: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("clip_grad_norm", "skip_above"):
+            bound = plain_option(getattr(self, name))
+            object.__setattr__(self, name, bound)
+            if bound is not None and not (isinstance(bound, int | float) and bound > 0):
+                raise ValueError(f"{name} must be a positive number, got {bound!r}. None switches it off.")
+        most = self.max_skipped
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+            raise ValueError(f"max_skipped must be a number of steps, 0 or more, got {most!r}. None switches it off.")
+        if self.clip not in ("all", "other-only", "none"):
+            raise ValueError(f"clip must be 'all', 'other-only' or 'none', got {self.clip!r}.")
+        if self.nonfinite not in ("skip", "raise", "ignore"):
+            raise ValueError(f"nonfinite must be 'skip', 'raise' or 'ignore', got {self.nonfinite!r}.")
+
+    @property
+    def _families(self) -> tuple[str, ...]:
+        return _FAMILIES if self.clip == "all" else ("other",)
+
+    def clipped_norm(self, totals: Totals) -> float:
+        """The norm that families are clipped by."""
+        return totals.norm(*self._families)
+
+    def clip_coefficients(self, totals: Totals, names: Sequence[str]) -> dict[str, float]:
+        """What to multiply each norm group's gradients with. The two families share one norm; a named group has its
+        own."""
+        coefficients = dict.fromkeys(names, 1.0)
+        if self.clip_grad_norm is None or self.clip == "none":
+            return coefficients
+        for members in (self._families, *((name,) for name in names if name not in _FAMILIES)):
+            coefficient = min(1.0, self.clip_grad_norm / (totals.norm(*members) + 1e-6))
+            coefficients.update(dict.fromkeys(members, coefficient))
+        return coefficients
+
+    def skip_reason(self, totals: Totals) -> str:
+        """Why this step is not to be taken; empty if it is."""
+        if totals.nothing_arrived:
+            return "no param has a gradient on any rank"
+        if totals.nonfinite and self.nonfinite != "ignore":
+            return f"gradients of {listed(totals.nonfinite)} hold inf or NaN"
+        norm = totals.norm(*_FAMILIES)
+        if self.skip_above is not None and norm > self.skip_above:
+            return f"gradient norm {norm:.4g} is above skip_above={self.skip_above:g}"
+        return ""

@@ -1,0 +1,357 @@
+"""Phase 1, reduce: gradients fill buckets, and full buckets are reduced while backward goes on.
+
+Buckets are launched strictly in plan order. A bucket that is full early waits for its predecessors, so the sequence of
+collectives is the same on every rank even when ranks produce gradients in different orders, or some of them not at all.
+
+Where full gradients are released once reduced, every microbatch is reduced on its own and the shards add up: a round
+ends with each `no_sync()` block, and the last one in `finish()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.collectives import Communicator
+from layerwise.comm.handles import Handle
+from layerwise.comm.scopes import scope
+from layerwise.engine.reductions import reduction_of
+from layerwise.errors import StateError, listed
+from layerwise.layout.schedule import tie_op
+from layerwise.layout.storage import BucketPlan
+from layerwise.memory.storage import Bucket, Storage
+
+
+class BucketPhase(Enum):
+    """Where a bucket's gradient is on its way."""
+
+    FILLING = "filling"  # backward may still write here
+    REDUCING = "reducing"  # the collective is in flight: memory is not ours
+    REDUCED = "reduced"  # the shard holds the sum over ranks
+
+
+@dataclass
+class _Flight:
+    """A bucket's gradient of one round on its way."""
+
+    handle: Handle
+    full: Tensor
+    out: Tensor
+
+
+@dataclass
+class _Progress:
+    """How far one bucket has come since the last step."""
+
+    phase: BucketPhase = BucketPhase.FILLING
+    pending: int = 0
+    """Params whose last expected gradient of this backward has not come."""
+    flights: list[_Flight] = field(default_factory=list)
+    has_landed: bool = False
+    """The shard holds the sum of a round already: the next one is added."""
+
+
+class GradReducer:
+    """Accumulates gradients into buckets and reduces the buckets."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        communicators: Mapping[str, Communicator],
+        ties: Mapping[str, Communicator],
+        *,
+        overlap: bool,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._storage = storage
+        self._overlap = overlap
+        # What every rank must have launched before its first reduction.
+        self._before = before
+        self._reductions = [
+            reduction_of(bucket, storage.plan.grad_dtype, communicators[bucket.plan.domain])
+            for bucket in storage.buckets
+        ]
+        self._ties = {bucket.plan.index: ties[bucket.plan.tie] for bucket in storage.buckets if bucket.plan.tie}
+        self._launches = storage.plan.launches
+        self._bucket_of = storage.plan.bucket_of
+        self._written: set[str] = set()
+        self._seen: set[str] = set()
+        self._arrivals: dict[str, int] = {}
+        # How often each param's gradient arrives in one synchronised backward: learned from the first, because
+        # reentrant activation checkpointing delivers a shared param's gradient in several parts, and a pipeline those
+        # of all its microbatches. Until then nothing is launched early, unless full gradients must not pile up.
+        self._expected: dict[str, int] | None = None
+        self._progress = [_Progress() for _ in storage.buckets]
+        self._late_grads: list[tuple[str, Tensor]] = []
+        self._next = 0
+        self._is_last_round = True
+        self._is_finished = False
+        self.sync = True
+        """Whether gradients are of the last microbatch now: not in a `no_sync()` block."""
+        self.loss_was_scaled = False
+        """Whether a scaled loss is where these gradients come from. Goes with them, whoever forgets them."""
+        self.clip_norm: float | None = None
+        """What the user asked to have these gradients clipped to, if anything. Goes with them too."""
+        self.step_number = 0
+        """Steps taken so far: what stochastic rounding goes by, so that a run can be resumed."""
+        self._num_rounds = 0
+        self._unwanted: set[str] = set()
+        self.reset()
+
+    @property
+    def _leases(self) -> bool:
+        return self._storage.plan.shard_grads
+
+    @torch.no_grad()
+    def write(self, fqn: str, grad: Tensor, *, sync: bool) -> None:
+        """Add a gradient. With `sync` it belongs to the last microbatch, so its bucket may be reduced once all of its
+        gradients are in."""
+        self._is_last_round = sync
+        progress = self._progress[self._bucket_of[fqn]]
+        if progress.phase is BucketPhase.FILLING:
+            self._accumulate(fqn, grad)
+        else:
+            # Kept aside, not waited for: a peer may launch this bucket only in its step(), and in between the user may
+            # have collectives of his own that need both of us.
+            self._late_grads.append((fqn, grad))
+        if sync or self._leases:
+            self._arrivals[fqn] = self._arrivals.get(fqn, 0) + 1
+            if self._may_launch_early and self._arrivals[fqn] == self._expected_arrivals(fqn):
+                progress.pending -= 1
+                self._launch_ready()
+
+    def _accumulate(self, fqn: str, grad: Tensor) -> None:
+        bucket = self._storage.buckets[self._bucket_of[fqn]]
+        if bucket.grad is None:
+            self._lease(bucket)
+        view = self._storage.grad_view(fqn)
+        if fqn in self._written:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._written.add(fqn)
+
+    @property
+    def _may_launch_early(self) -> bool:
+        return self._overlap and (self._expected is not None or self._leases)
+
+    def _expected_arrivals(self, fqn: str) -> int:
+        return self._expected.get(fqn, 1) if self._expected is not None else 1
+
+    @property
+    def late(self) -> frozenset[str]:
+        """Params that got a gradient on this rank after their reduction was launched (a second backward without
+        `no_sync`). Other ranks may have other ones, so what to reduce again is for all of them to decide together."""
+        return frozenset(fqn for fqn, _ in self._late_grads)
+
+    @torch.no_grad()
+    def reduce_again(self, fqns: Iterable[str]) -> None:
+        """Add what came late to the sums of these params' buckets: the same ones on every rank."""
+        more_of: dict[int, Tensor] = {}
+        for index in sorted({self._bucket_of[fqn] for fqn in fqns}):
+            bucket = self._storage.buckets[index]
+            full = torch.zeros(bucket.plan.numel, dtype=self._reductions[index].dtype, device=bucket.work.device)
+            for fqn, grad in self._late_grads:
+                if self._bucket_of[fqn] == index:
+                    self._storage.view_in(full, fqn).add_(grad)
+                    self._seen.add(fqn)
+            out = torch.empty_like(bucket.grad_shard)
+            self._reductions[index].start(full, out, (self.step_number, self._num_rounds)).wait()
+            self._num_rounds += 1
+            more_of[index] = out.to(bucket.work.dtype)
+        self._add_stages(more_of)
+        for index, more in more_of.items():
+            self._storage.buckets[index].work.add_(more)
+        self._late_grads.clear()
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._launches) and all(
+            self._progress[index].pending <= 0 for index in self._launches[self._next].buckets
+        ):
+            self._launch_group()
+
+    def _launch_group(self) -> None:
+        if self._next == 0:
+            self._before()
+        for index in self._launches[self._next].buckets:
+            self._launch(self._storage.buckets[index], self._progress[index])
+        self._next += 1
+
+    def _launch(self, bucket: Bucket, progress: _Progress) -> None:
+        if progress.phase is not BucketPhase.FILLING or not (self._is_last_round or bucket.ring is not None):
+            return
+        if bucket.grad is None:
+            self._lease(bucket)
+        full = bucket.grad
+        if full is None:
+            raise RuntimeError(f"{bucket.plan.label} has no gradient memory after a lease.")
+        for placement in bucket.plan.placements:
+            if placement.fqn not in self._written:
+                self._storage.grad_view(placement.fqn).zero_()
+        out = torch.empty_like(bucket.grad_shard) if progress.has_landed or progress.flights else bucket.grad_shard
+        with scope(f"launch reduction of {bucket.plan.label}"):
+            handle = self._reductions[bucket.plan.index].start(full, out, (self.step_number, self._num_rounds))
+        progress.flights.append(_Flight(handle, full, out))
+        progress.phase = BucketPhase.REDUCING
+
+    def _lease(self, bucket: Bucket) -> None:
+        """Memory for the full gradient of a bucket: that of a reduction which is over, or else one slot more for a while.
+        Nothing is waited for here. A peer may reduce a bucket only in its step(), and the user may have collectives of
+        their own before that."""
+        ring = bucket.ring
+        if ring is None:
+            raise RuntimeError(f"{bucket.plan.label} does not lease its gradient.")
+        for other, progress in zip(self._storage.buckets, self._progress, strict=True):
+            if other.ring is ring and all(flight.handle.is_ready for flight in progress.flights):
+                self._land(other, progress)
+        bucket.grad = ring.lease(bucket.plan.numel)
+
+    def _land(self, bucket: Bucket, progress: _Progress) -> None:
+        """Wait for a bucket's reductions and take the sums."""
+        for flight in progress.flights:
+            flight.handle.wait()
+            if flight.out.data_ptr() != bucket.grad_shard.data_ptr():
+                bucket.grad_shard.add_(flight.out)
+            progress.has_landed = True
+            if bucket.ring is not None:
+                bucket.ring.release(flight.full)
+                if bucket.grad is flight.full:
+                    bucket.grad = None
+        progress.flights.clear()
+        if progress.phase is BucketPhase.REDUCING:
+            progress.phase = BucketPhase.REDUCED
+
+    @torch.no_grad()
+    def end_round(self, *, wait: bool = True) -> None:
+        """A `no_sync()` block is over: where full gradients are released, reduce what it brought, and wait for it, or the
+        next block's would pile up on top. Every rank does, also one that it brought nothing: the others wait for its
+        zeros. What comes once all is finished, for a norm before the step, is late and stays that."""
+        if not self._leases or self._is_finished:
+            return
+        self._is_last_round = False
+        self._finish_round() if wait else self._launch_rest()
+        self._learn()
+        late = self._late_grads
+        self._late_grads = [
+            (fqn, grad) for fqn, grad in late if self._storage.buckets[self._bucket_of[fqn]].ring is None
+        ]
+        for bucket, progress in zip(self._storage.buckets, self._progress, strict=True):
+            progress.pending = len(bucket.plan.placements)
+            if bucket.ring is not None:
+                self._written.difference_update(placement.fqn for placement in bucket.plan.placements)
+                progress.phase = BucketPhase.FILLING
+                bucket.grad = None
+        self._next = 0
+        for fqn, grad in late:
+            if self._storage.buckets[self._bucket_of[fqn]].ring is not None:
+                self._accumulate(fqn, grad)
+
+    def _learn(self) -> None:
+        self._seen.update(self._written)
+        self._expected = dict(self._arrivals)
+        self._arrivals.clear()
+        self._num_rounds += 1
+
+    @torch.no_grad()
+    def finish(self) -> frozenset[str]:
+        """Reduce what is left, wait for everything; returns the params that got no gradient on this rank. After it each
+        bucket's work tensor holds the sum over ranks, in fp32."""
+        if not self._is_finished:
+            self._is_last_round = True
+            self._finish_round()
+            self._learn()
+            for bucket in self._storage.buckets:
+                if bucket.work.data_ptr() != bucket.grad_shard.data_ptr():
+                    bucket.work.copy_(bucket.grad_shard)
+            self._add_stages({index: self._storage.buckets[index].work for index in self._ties})
+            self._is_finished = True
+        return frozenset(self._bucket_of).difference(self._seen, self.late)
+
+    def _add_stages(self, shards: Mapping[int, Tensor]) -> None:
+        """Sum the gradients of tied weights over the pipeline stages that hold copies of them; the order is by name,
+        since their buckets may come in another order on another stage."""
+        for index in sorted(shards.keys() & self._ties.keys(), key=lambda index: self._plan_of(index).tie):
+            communicator = self._ties[index]
+            communicator.all_reduce(tie_op(self._plan_of(index), communicator.world), shards[index]).wait()
+
+    def _plan_of(self, index: int) -> BucketPlan:
+        return self._storage.buckets[index].plan
+
+    def _launch_rest(self) -> None:
+        while self._next < len(self._launches):
+            self._launch_group()
+
+    def _finish_round(self) -> None:
+        self._launch_rest()
+        for bucket, progress in zip(self._storage.buckets, self._progress, strict=True):
+            self._land(bucket, progress)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Have nothing under way, wherever ranks are: every rank does it, so all of them finish the round. What comes
+        afterwards is late."""
+        self._is_last_round = True
+        self._finish_round()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Forget all gradients, and what was said of them."""
+        self.loss_was_scaled = False
+        self.clip_norm = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all gradients. Costs no pass over memory: the first write of a gradient replaces what was there.
+
+        A round that was begun is finished first: other ranks may have launched buckets that this one has not, because
+        its gradients were missing, and would wait for it for ever.
+        """
+        if self._may_launch_early and self._arrivals:
+            self._is_last_round = True
+            self._finish_round()
+        for progress, bucket in zip(self._progress, self._storage.buckets, strict=True):
+            self._land(bucket, progress)
+            if bucket.ring is not None and bucket.grad is not None:
+                bucket.ring.release(bucket.grad)
+                bucket.grad = None
+            progress.phase = BucketPhase.FILLING
+            progress.pending = len(bucket.plan.placements)
+            progress.has_landed = False
+        self._written.clear()
+        self._seen.clear()
+        self._arrivals.clear()
+        self._late_grads.clear()
+        self._unwanted.clear()
+        self._next = 0
+        self._num_rounds = 0
+        self._is_finished = False
+
+    def forget_one(self, fqn: str) -> None:
+        """Forget a param's gradient, once that of every other is to be forgotten too: buckets are reduced whole, on all
+        ranks or on none."""
+        self._unwanted.add(fqn)
+        if len(self._unwanted) == len(self._bucket_of):
+            self.forget()
+
+    def check_wanted(self) -> None:
+        """Raise if gradients of some params were to be forgotten, and not of all."""
+        if self._unwanted:
+            kept = sorted(self._bucket_of.keys() - self._unwanted)
+            raise StateError(
+                f"zero_grad() was called on a part of the model: expected all of it, gradients of {listed(kept)} are still "
+                "there. They lie in buckets and are forgotten together: call zero_grad() of the model or of the optimizer."
+            )
+
+    @property
+    def arrived(self) -> frozenset[str]:
+        """Params that got a gradient on this rank since the last reset."""
+        return self.late.union(self._written, self._seen)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any gradient was written since the last reset."""
+        return bool(self._written or self._seen or self._late_grads)

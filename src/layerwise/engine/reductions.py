@@ -1,0 +1,104 @@
+"""How one bucket's gradient becomes its sum over ranks. The kind comes from the bucket's own plan."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.collectives import Communicator
+from layerwise.comm.handles import Handle
+from layerwise.dtypes import DType
+from layerwise.kernels.rounding import round_stochastically
+from layerwise.layout.schedule import reduce_op
+from layerwise.memory.storage import Bucket
+from layerwise.models.table import torch_dtype
+
+
+class Reduction(Protocol):
+    """Sums one bucket's gradient over ranks."""
+
+    dtype: torch.dtype
+    """Of the full gradient."""
+
+    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
+        """Begin: `full` is this rank's gradient of the whole bucket, its shard of the sum lands in `out`, which may lie
+        in `full`. Both belong to the reduction until the handle was waited for. `when` is the step and the round in it."""
+        ...
+
+
+class _Scattered:
+    """Reduce-scatter: every rank gets its shard of the sum and nothing else."""
+
+    def __init__(self, bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> None:
+        self.dtype = torch_dtype(grad_dtype)
+        self._communicator = communicator
+        self._op = reduce_op(bucket.plan, grad_dtype)
+
+    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
+        return self._communicator.reduce_scatter(self._op, full, out)
+
+
+class _Everywhere:
+    """All-reduce, in place: every rank gets the whole sum, and takes its shard of it."""
+
+    def __init__(self, bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> None:
+        self.dtype = torch_dtype(grad_dtype)
+        self._communicator = communicator
+        self._op = reduce_op(bucket.plan, grad_dtype)
+        self._part = bucket.plan.shard_part(bucket.shard)
+
+    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
+        mine = full[self._part]
+        handle = self._communicator.all_reduce(self._op, full)
+        return handle if mine.data_ptr() == out.data_ptr() else handle.followed_by(lambda: out.copy_(mine), out)
+
+
+class _Ordered:
+    """All-to-all, then a sum in fp32 in the order of ranks.
+
+    The order of a collective's sum depends on where an element lies and on the algorithm; this one depends on neither,
+    so every layout that shards gives the same bits. The wire may be narrower than the sum.
+    """
+
+    def __init__(self, bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> None:
+        self.dtype = torch_dtype(grad_dtype)
+        self._communicator = communicator
+        self._op = reduce_op(bucket.plan, grad_dtype)
+        self._splits = bucket.plan.shard_numels()
+        self._mine = bucket.plan.shard_numel(bucket.shard)
+        self._is_stochastic = bucket.plan.reducer == "ordered_bf16" and communicator.world > 1
+        self._seed = bucket.plan.index
+
+    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
+        communicator = self._communicator
+        wire = self._rounded(full, when) if self._is_stochastic else full
+        received = wire.new_empty(communicator.world * self._mine)
+        handle = communicator.all_to_all(self._op, wire, received, self._splits, (self._mine,) * communicator.world)
+
+        def add_up() -> None:
+            parts = torch.split(received, self._mine) if self._mine else ()
+            for rank, part in enumerate(parts):
+                out.add_(part) if rank else out.copy_(part)
+
+        return handle.followed_by(add_up, out)
+
+    def _rounded(self, full: Tensor, when: tuple[int, int]) -> Tensor:
+        # A stream of its own for every step, round, bucket and rank: runs repeat, and the user's generators stay untouched.
+        numbers = f"{when} {self._seed} {self._communicator.rank}".encode()
+        seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "big") >> 1
+        generator = torch.Generator(device=full.device).manual_seed(seed)
+        return round_stochastically(full, generator)
+
+
+def reduction_of(bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> Reduction:
+    """The reduction that a bucket's plan asks for."""
+    match bucket.plan.reducer:
+        case "reduce_scatter":
+            return _Scattered(bucket, grad_dtype, communicator)
+        case "all_reduce":
+            return _Everywhere(bucket, grad_dtype, communicator)
+        case "ordered" | "ordered_bf16":
+            return _Ordered(bucket, grad_dtype, communicator)

@@ -1,0 +1,286 @@
+"""Phase 2, stats: one pass over local shards, one all-reduce of one vector, and decisions that are functions of reduced
+values only."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layerwise.engine.engine import Engine
+from layerwise.errors import did_you_mean
+from layerwise.kernels.stats import count_zeros, square_sums
+from layerwise.layout.plan import Plan
+from layerwise.layout.schedule import CommOp, stats_op
+from layerwise.memory.storage import Bucket
+
+_WORD_BITS = 12
+"""Bits per consistency word. Sums of squares of such words over up to 2^14 ranks stay exact in fp64."""
+_NUM_WORDS = 2
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What the last step saw and did. The same on every rank, but for bytes."""
+
+    step: int = 0
+    """Successful steps so far."""
+    grad_norm: float = math.nan
+    """Norm of the averaged, unscaled, unclipped gradient over all params that are in no named norm group."""
+    norms: Mapping[str, float] = field(default_factory=dict)
+    """Norms of the matrix and the other family and of every named norm group."""
+    clip_coefficients: Mapping[str, float] = field(default_factory=dict)
+    """What the gradients of each of these were multiplied with."""
+    num_zeros: int | None = None
+    """Gradient elements that are exactly zero; None unless count_zeros=True."""
+    skipped: bool = False
+    skip_reason: str = ""
+    nonfinite: tuple[str, ...] = ()
+    """Params whose reduced gradient holds inf or NaN."""
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """Params without a gradient, with the number of ranks on which it was missing; they count as zero there."""
+    loss_scale: float = 1.0
+    max_logit: float | None = None
+    """Largest attention logit since the step before, of all heads and ranks; None without `qk_clip`, or where no
+    attention ran."""
+    clipped_heads: int = 0
+    """Attention heads whose query rows `qk_clip` scaled."""
+    nonfinite_logits: tuple[str, ...] = ()
+    """Attention heads whose largest logit is inf or NaN: nothing was scaled for them."""
+    unseen_logits: tuple[str, ...] = ()
+    """Modules that `qk_clip` watches and that ran on no rank: there was nothing to clip."""
+    bytes_by_collective: Mapping[str, int] = field(default_factory=dict)
+    """Bytes this rank sent since the step before, per kind of collective."""
+    products: Mapping[str, str] = field(default_factory=dict)
+    """For every `ns_dtype` in use, which kernels multiply in Newton-Schulz, and why."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The reduced vector, read back."""
+
+    square_sums: Mapping[str, float]
+    num_zeros: int | None
+    missing: Mapping[str, int]
+    nonfinite: tuple[str, ...]
+    late: frozenset[tuple[int, str]]
+    """(stage, fqn) of params that got a gradient on some rank after their reduction: it has to be reduced too, by all."""
+    nothing_arrived: bool
+    """No param has a gradient on any rank."""
+    consistent: bool
+    """All ranks of a stage have the same settings, and all copies of a tied weight."""
+    problems: int
+    """Ranks that found something wrong by themselves."""
+    scaled: tuple[int, ...]
+    """Of each stage, ranks that scaled their loss."""
+    unscaled: tuple[int, ...]
+    """Of each stage, ranks that have gradients of a loss which they did not scale."""
+    divisor: float
+    """From sums to averages."""
+
+    def norm(self, *names: str) -> float:
+        """Norm of the averaged gradient over the named groups together."""
+        return math.sqrt(sum(self.square_sums[name] for name in names)) / self.divisor
+
+
+def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str], everywhere: Collection[str]) -> dict[str, str]:
+    """The norm group of every trainable param: the first named group whose glob matches, else its family.
+
+    `everywhere` has the trainable params of all pipeline stages: a group may have members on another one only.
+    """
+    if not isinstance(norm_groups, Mapping) or not all(
+        isinstance(text, str) and text for pair in norm_groups.items() for text in pair
+    ):
+        raise TypeError(
+            f"norm_groups must be a dict from the name of a group to a glob on param names, got {norm_groups!r}."
+        )
+    for name in norm_groups:
+        if name in ("matrix", "other"):
+            raise ValueError(
+                f"norm group {name!r} has a reserved name: 'matrix' and 'other' are the two families. Choose another."
+            )
+    trainable = [param.fqn for param in plan.table if plan.routes[param.fqn].family != "frozen"]
+    for name, pattern in norm_groups.items():
+        if not any(fnmatchcase(fqn, pattern) for fqn in everywhere):
+            raise ValueError(
+                f"norm group {name!r} ({pattern!r}) matches no trainable param." + did_you_mean(pattern, everywhere)
+            )
+    return {
+        fqn: next((name for name, pattern in norm_groups.items() if fnmatchcase(fqn, pattern)), plan.routes[fqn].family)
+        for fqn in trainable
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a rank has to tell the others about this step, beside its gradients."""
+
+    missing: frozenset[str]
+    """Params without a gradient here."""
+    late: frozenset[str]
+    """Params that got one after their reduction."""
+    settings: str
+    """Everything that all ranks of a stage must have in common."""
+    tie_settings: Mapping[str, str]
+    """What all copies of each tied weight must have in common."""
+    has_problem: bool
+    is_scaled: bool
+    is_unscaled: bool
+
+
+class _Parts(NamedTuple):
+    """Views of the vector that is reduced, in its order."""
+
+    groups: Tensor  # squared sums, one per norm group
+    zeros: Tensor  # one count
+    problems: Tensor  # one count
+    scaled: Tensor  # one count per pipeline stage
+    unscaled: Tensor  # likewise
+    words: Tensor  # hashes of what ranks must have in common: one for every pipeline stage, then one for every tie
+    squared_words: Tensor
+    late: Tensor  # one count per param of any stage
+    missing: Tensor  # likewise
+    nonfinite: Tensor  # likewise
+
+
+class StatsPass:
+    """Collects and reduces the statistics of one step's gradients, over all ranks of all stages and domains.
+
+    Every element of every gradient is counted once: by the rank that holds it, by the first of a domain where all of
+    its ranks do, and by the first stage where several have a copy of the weight.
+    """
+
+    def __init__(
+        self, engine: Engine, group_of: Mapping[str, str], named_groups: Collection[str], *, zeros: bool
+    ) -> None:
+        storage, groups = engine.storage, engine.groups
+        self._communicator = engine.everyone
+        self._zeros = zeros
+        self._stage = groups.stage
+        self._stage_sizes = [len(ranks) for ranks in groups.stages]
+        self.names = sorted({"matrix", "other", *named_groups})
+        self._entries = [(stage, fqn) for stage, fqns in enumerate(engine.roster.fqns) for fqn in sorted(fqns)]
+        position = {fqn: index for index, (stage, fqn) in enumerate(self._entries) if stage == self._stage}
+        self._position = position
+        group_position = {name: index for index, name in enumerate(self.names)}
+        pairs = [
+            (bucket, span)
+            for bucket in storage.buckets
+            if _holds_first(bucket, engine) and _is_first_copy(bucket, engine)
+            for span in bucket.spans
+        ]
+        self._spans = [bucket.work[span.part] for bucket, span in pairs]
+        self._device = storage.buckets[0].work.device
+        ties = sorted(engine.roster.copies.items())
+        self._tie_position = {tie: len(groups.stages) + index for index, (tie, _) in enumerate(ties)}
+        # How many ranks send each hash.
+        self._senders = [
+            *self._stage_sizes,
+            *(sum(self._stage_sizes[stage] for stage in copies) for _, copies in ties),
+        ]
+        num_stages, num_words, num_entries = len(groups.stages), _NUM_WORDS * len(self._senders), len(self._entries)
+        self._sizes = [len(self.names), 1, 1, num_stages, num_stages, num_words, num_words, *[num_entries] * 3]
+        self._groups = torch.tensor(
+            [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
+        )
+        self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
+
+    @property
+    def numel(self) -> int:
+        """Length of the vector."""
+        return sum(self._sizes)
+
+    @property
+    def op(self) -> CommOp:
+        return stats_op(self.numel, self._communicator.world)
+
+    def reduce(self, mine: Seen, divisor: float) -> Totals:
+        """One pass over sums of gradients, one all-reduce, one read-back.
+
+        Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is
+        too, on any number of ranks.
+        """
+        # Written on the host and sent once, from memory that the device reads by itself: the host waits for nothing here.
+        known = torch.zeros(self.numel, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        parts = self._parts(known)
+        parts.problems.fill_(float(mine.has_problem))
+        parts.scaled[self._stage] = float(mine.is_scaled)
+        parts.unscaled[self._stage] = float(mine.is_unscaled)
+        parts.words.copy_(self._hashes(mine))
+        parts.squared_words.copy_(parts.words.square())
+        parts.late.copy_(self._flags(mine.late))
+        parts.missing.copy_(self._flags(mine.missing))
+        vector = known.to(self._device, non_blocking=True)
+        parts = self._parts(vector)
+        sums = square_sums(self._spans).to(self._device)
+        parts.groups.index_add_(0, self._groups, sums)
+        if self._zeros:
+            parts.zeros.add_(count_zeros(self._spans))
+        parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
+        self._communicator.all_reduce(self.op, vector).wait()
+        return self._read(self._parts(vector.cpu()), divisor)
+
+    def _hashes(self, mine: Seen) -> Tensor:
+        """Words of this rank's settings, at its stage's place and at those of its ties."""
+        words = torch.zeros(len(self._senders), _NUM_WORDS, dtype=torch.float64)
+        words[self._stage] = torch.tensor(_words(mine.settings), dtype=torch.float64)
+        for tie, settings in mine.tie_settings.items():
+            words[self._tie_position[tie]] = torch.tensor(_words(settings), dtype=torch.float64)
+        return words.flatten()
+
+    def _flags(self, fqns: Collection[str]) -> Tensor:
+        """A one for each of these params of this stage."""
+        flags = torch.zeros(len(self._entries), dtype=torch.float64)
+        flags[[self._position[fqn] for fqn in fqns]] = 1.0
+        return flags
+
+    def _parts(self, vector: Tensor) -> _Parts:
+        return _Parts(*torch.split(vector, self._sizes))
+
+    def _read(self, parts: _Parts, divisor: float) -> Totals:
+        # All senders of a word sent the same exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from
+        # reduced values.
+        sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(_NUM_WORDS)
+        same = parts.squared_words * sizes == parts.words.square()
+        missing = {entry: int(count) for entry, count in zip(self._entries, parts.missing.tolist(), strict=True)}
+        return Totals(
+            square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
+            num_zeros=int(parts.zeros) if self._zeros else None,
+            missing={self._name(entry): count for entry, count in missing.items() if count},
+            nonfinite=tuple(self._name(entry) for entry in self._counted(parts.nonfinite)),
+            late=frozenset(self._counted(parts.late)),
+            nothing_arrived=all(count == self._stage_sizes[stage] for (stage, _), count in missing.items()),
+            consistent=bool(same.all()),
+            problems=int(parts.problems),
+            scaled=tuple(map(int, parts.scaled.tolist())),
+            unscaled=tuple(map(int, parts.unscaled.tolist())),
+            divisor=divisor,
+        )
+
+    def _counted(self, counts: Tensor) -> list[tuple[int, str]]:
+        return [entry for entry, count in zip(self._entries, counts.tolist(), strict=True) if count]
+
+    def _name(self, entry: tuple[int, str]) -> str:
+        stage, fqn = entry
+        return fqn if len(self._stage_sizes) == 1 else f"{fqn} of stage {stage}"
+
+
+def _holds_first(bucket: Bucket, engine: Engine) -> bool:
+    """Whether this rank is the first of those that hold the same shard of a bucket."""
+    return bucket.plan.num_shards > 1 or engine.storage.ranks[bucket.plan.domain] == 0
+
+
+def _is_first_copy(bucket: Bucket, engine: Engine) -> bool:
+    """Whether this stage is the first that has a copy of a bucket's weight."""
+    return not bucket.plan.tie or min(engine.roster.copies[bucket.plan.tie]) == engine.groups.stage
+
+
+def _words(text: str) -> list[int]:
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return [(digest >> (_WORD_BITS * index)) & ((1 << _WORD_BITS) - 1) for index in range(_NUM_WORDS)]

@@ -1,0 +1,154 @@
+"""Params whose gradients live in buckets: their `.grad` stays None, and those who ask for it in vain are answered.
+
+Two of torch's own functions walk over `param.grad`. `clip_grad_norm_()` and its like would clip nothing and return 0, so
+they get a warning; `Module.zero_grad()` would forget nothing, so it is taken for what it says. Only reads of `.grad` from
+Python pass here: autograd does not, nor does anything that reads values.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakIdKeyDictionary
+
+from layerwise.errors import warn
+from layerwise.models.tracing import never_traced
+
+
+class GradKeeper(Protocol):
+    """Who takes the gradients of params away."""
+
+    @property
+    def has_gradients(self) -> bool: ...
+
+    def forget_one(self, fqn: str) -> None:
+        """This param's gradient is not wanted any more."""
+
+
+@dataclass(frozen=True)
+class _Claim:
+    fqn: str
+    keeper: weakref.ref[GradKeeper]
+
+
+_CLAIMS: MutableMapping[object, _Claim] = WeakIdKeyDictionary()
+"""The claim on every hooked param. One whose keeper is gone is none."""
+_WARNED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
+"""Whose gradients were asked for in vain: said once."""
+
+_GRAD: Any = getattr(Tensor, "grad")  # noqa: B009  (torch declares the class's own descriptor as a value)
+_ZERO_GRAD = nn.Module.zero_grad.__code__
+_CLIP_FILE = clip_grad.__file__
+_BETWEEN = (__name__, "torch._dynamo")
+
+
+def _kept(param: object) -> tuple[str, GradKeeper | None]:
+    """The name of a param, and who has its gradients, if anybody does."""
+    claim = _CLAIMS.get(param)
+    return ("", None) if claim is None else (claim.fqn, claim.keeper())
+
+
+class HookedParam:
+    """Mixed into the class of a param whose gradients are taken to buckets."""
+
+    plain: type[nn.Parameter]
+    """The class that the param had before."""
+    answer: Callable[[str, GradKeeper], None]
+    """`_answer`, for code that is compiled too."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        fqn, keeper = _kept(self)
+        if keeper is not None and keeper.has_gradients:
+            type(self).answer(fqn, keeper)
+        found: Tensor | None = _GRAD.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        fqn, keeper = _kept(self)
+        if grad is None and keeper is not None and keeper.has_gradients:
+            keeper.forget_one(fqn)  # `param.grad = None` is how some loops say zero_grad()
+        _GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)  # type: ignore[misc]
+        copied.__class__ = self.plain  # nobody takes the copy's gradients
+        return copied
+
+
+def _asking() -> FrameType | None:
+    """Who reads a hooked param's `.grad`: the frame past our own and past the compiler's, which may stand in between."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame
+
+
+def _answer(fqn: str, keeper: GradKeeper) -> None:
+    """Do what whoever reads a hooked param's `.grad` wants of it, as far as it is known."""
+    asking = _asking()
+    if asking is None:
+        return
+    # By name: compiled, the same function has other code.
+    if asking.f_code.co_filename == _ZERO_GRAD.co_filename and _ZERO_GRAD.co_name in asking.f_code.co_name:
+        keeper.forget_one(fqn)
+    elif asking.f_code.co_filename == _CLIP_FILE and keeper not in _WARNED:
+        _WARNED.add(keeper)
+        warn(
+            "torch's functions that clip gradients find none in a layerwise.DataParallel, and change nothing: gradients are in "
+            "buckets. Call model.clip_grad_norm_(max_norm), or pass clip_grad_norm= to the Optimizer; the norm is in "
+            "optimizer.stats.grad_norm.",
+        )
+
+
+@cache
+def _hooked_kind(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    return type(
+        f"Hooked{kind.__name__}", (HookedParam, kind), {"plain": kind, "answer": staticmethod(never_traced(_answer))}
+    )
+
+
+def hook(fqn: str, param: nn.Parameter, keeper: GradKeeper) -> None:
+    """From now on a param's gradients are its keeper's, for as long as that lives."""
+    _CLAIMS[param] = _Claim(fqn, weakref.ref(keeper))
+    if not isinstance(param, HookedParam):
+        param.__class__ = _hooked_kind(type(param))
+
+
+def unhook(params: Iterable[nn.Parameter]) -> None:
+    """Params are as they were."""
+    for param in params:
+        _CLAIMS.pop(param, None)
+        if isinstance(param, HookedParam):
+            param.__class__ = param.plain  # type: ignore[assignment]
+
+
+def is_hooked(param: nn.Parameter) -> bool:
+    """Whether somebody takes this param's gradients away."""
+    return _kept(param)[1] is not None
+
+
+def grad_of(param: Tensor) -> Tensor | None:
+    """A param's `.grad`, read by ourselves."""
+    found: Tensor | None = _GRAD.__get__(param)
+    return found
+
+
+def take_grad(param: Tensor) -> Tensor | None:
+    """A param's `.grad`, taken away by ourselves."""
+    found = grad_of(param)
+    _GRAD.__set__(param, None)
+    return found

@@ -1,0 +1,271 @@
+"""Module classes whose fused weights we know how to split, by class name, so that their library need not be imported.
+
+Each entry follows the lines of the class's own forward that take the projection's output apart; tests/hf compares the
+two. Sizes are read from the module or from its `config`, never guessed from the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from layerwise.models.names import named_children, unwrapped
+from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed
+
+Describe = Callable[[nn.Module], Mapping[str, Split]]
+
+
+def _size(module: nn.Module, *names: str) -> int:
+    """A size by any of these names, from the module or from its config."""
+    for source in (module, getattr(module, "config", None)):
+        for name in names:
+            found = getattr(source, name, None)
+            if isinstance(found, int) and not isinstance(found, bool):
+                return found
+    raise ValueError(f"neither it nor its config has {' or '.join(repr(name) for name in names)}.")
+
+
+def _flag(module: nn.Module, name: str) -> bool:
+    return bool(getattr(module, name, getattr(getattr(module, "config", None), name, False)))
+
+
+def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    """The shape of the param of that name, also one of a child that an adapter has wrapped; empty if there is none."""
+    path, _, leaf = name.rpartition(".")
+    holder: object = module
+    for part in path.split(".") if path else ():
+        holder = getattr(holder, part, None)
+    holder = getattr(holder, "base_layer", holder)
+    return tuple(getattr(getattr(holder, leaf, None), "shape", ()))
+
+
+def _pair(module: nn.Module, name: str) -> tuple[int, int]:
+    shape = _shape(module, name)
+    if len(shape) != 2:
+        raise ValueError(f"it has no 2-D param {name!r}.")
+    return shape[0], shape[1]
+
+
+def _triple(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    if len(shape) != 3:
+        raise ValueError(f"its experts have shape {shape}, not three dims.")
+    return shape[0], shape[1], shape[2]
+
+
+def _head_dim(module: nn.Module) -> int:
+    try:
+        return _size(module, "head_dim", "head_size")
+    except ValueError:
+        return _size(module, "hidden_size") // _size(module, "num_attention_heads")
+
+
+def _torch_attention(module: nn.Module) -> Mapping[str, Split]:
+    """torch's own attention keeps query, key and value one after the other, unless their widths differ."""
+    shape = _shape(module, "in_proj_weight")
+    return {"in_proj_weight": row_blocks(shape, (shape[0] // 3,) * 3)} if shape else {}
+
+
+def _conv1d_attention(module: nn.Module) -> Mapping[str, Split]:
+    """GPT-2: (in, out) storage; query, key and value (in cross attention: key and value) one after the other."""
+    rows, cols = _pair(module, "c_attn.weight")
+    width = _size(module, "embed_dim", "split_size")
+    return {"c_attn.weight": transposed((rows, cols), (width,) * (cols // width))}
+
+
+def _head_by_head(name: str) -> Describe:
+    """Query, key and value of the first head, then of the second, and so on."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        shape = _pair(module, name)
+        head = _head_dim(module)
+        return {name: interleaved_rows(shape, shape[0] // (3 * head), (head,) * 3)}
+
+    return describe
+
+
+def _grouped_query(name: str) -> Describe:
+    """All queries, all keys, all values, with fewer heads for the latter two."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        shape = _pair(module, name)
+        head = _head_dim(module)
+        query = _size(module, "num_heads", "num_attention_heads") * head
+        shared = _size(module, "num_key_value_heads") * head
+        return {name: row_blocks(shape, (query, shared, shared))}
+
+    return describe
+
+
+def _blocks(name: str, count: int) -> Describe:
+    """Equal row blocks one after the other."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        shape = _pair(module, name)
+        return {name: row_blocks(shape, (shape[0] // count,) * count)}
+
+    return describe
+
+
+def _falcon(module: nn.Module) -> Mapping[str, Split]:
+    """Three layouts: groups of queries with their key and value; head by head; all queries, then one key and value."""
+    name = "query_key_value.weight"
+    shape = _pair(module, name)
+    head, heads = _head_dim(module), _size(module, "num_heads")
+    if _flag(module, "new_decoder_architecture"):
+        groups = _size(module, "num_kv_heads")
+        return {name: interleaved_rows(shape, groups, (heads // groups * head, head, head))}
+    if _flag(module, "multi_query"):
+        return {name: row_blocks(shape, (heads * head, head, head))}
+    return {name: interleaved_rows(shape, heads, (head,) * 3)}
+
+
+def _bigcode(module: nn.Module) -> Mapping[str, Split]:
+    """Multi-query keeps one key and one value after all queries; multi-head goes head by head."""
+    name = "c_attn.weight"
+    shape = _pair(module, name)
+    head, kv = _size(module, "head_dim"), _size(module, "kv_dim")
+    if _flag(module, "is_cross_attention"):
+        return {name: row_blocks(shape, (shape[0] // 2,) * 2)}
+    if _flag(module, "multi_query"):
+        return {name: row_blocks(shape, (_size(module, "embed_dim"), kv, kv))}
+    return {name: interleaved_rows(shape, _size(module, "num_heads"), (head,) * 3)}
+
+
+def _latent_attention(module: nn.Module) -> Mapping[str, Split]:
+    """MLA: the down-projection makes the latent and the shared rotary key; the up-projection makes each head's key and
+    value. The query's two parts are only set apart for the rotation and joined again: they are one matrix."""
+    if not all(_shape(module, f"{name}.weight") for name in ("kv_a_proj_with_mqa", "kv_b_proj")):
+        return {}
+    latent, rotary = _size(module, "kv_lora_rank"), _size(module, "qk_rope_head_dim")
+    key, value = _size(module, "qk_nope_head_dim"), _size(module, "v_head_dim")
+    up = _pair(module, "kv_b_proj.weight")
+    return {
+        "kv_a_proj_with_mqa.weight": row_blocks(_pair(module, "kv_a_proj_with_mqa.weight"), (latent, rotary)),
+        "kv_b_proj.weight": interleaved_rows(up, up[0] // (key + value), (key, value)),
+    }
+
+
+def _mamba1(module: nn.Module) -> Mapping[str, Split]:
+    """Input and gate; then the time step, B and C that depend on the input."""
+    inner, state = _size(module, "intermediate_size"), _size(module, "ssm_state_size")
+    return {
+        "in_proj.weight": row_blocks(_pair(module, "in_proj.weight"), (inner, inner)),
+        "x_proj.weight": row_blocks(_pair(module, "x_proj.weight"), (_size(module, "time_step_rank"), state, state)),
+    }
+
+
+def _mamba2(module: nn.Module) -> Mapping[str, Split]:
+    """Gate, input, B, C and time step, all from one projection."""
+    inner = _size(module, "intermediate_size")
+    state = _size(module, "n_groups") * _size(module, "ssm_state_size")
+    sizes = (inner, inner, state, state, _size(module, "num_heads"))
+    return {"in_proj.weight": row_blocks(_pair(module, "in_proj.weight"), sizes)}
+
+
+def _experts(module: nn.Module) -> Mapping[str, Split]:
+    """Stacked experts. The module says which way round they are stored, and whether gate and up are halves or take
+    turns; one that does not say is not guessed at."""
+    turned, halves = getattr(module, "is_transposed", None), getattr(module, "is_concatenated", None)
+    if not isinstance(turned, bool) or not isinstance(halves, bool):
+        return {}
+    return _expert_stacks(module, turned=turned, halves=halves)
+
+
+def _expert_stacks(module: nn.Module, *, turned: bool, halves: bool) -> Mapping[str, Split]:
+    found = {}
+    for name in ("gate_up_proj", "up_proj", "down_proj"):
+        shape = _shape(module, name)
+        if shape:
+            found[name] = (
+                _gate_and_up(_triple(shape), turned, halves)
+                if name == "gate_up_proj"
+                else stack(_triple(shape), transposed=turned)
+            )
+    return found
+
+
+def _gate_and_up(shape: tuple[int, int, int], turned: bool, halves: bool) -> Split:
+    experts, first, second = shape
+    if halves:
+        return stack(shape, transposed=turned, sizes=((second if turned else first) // 2,) * 2)
+    if turned:
+        return Split(grid=(experts, first, second // 2, 2), roles="acra")
+    return Split(grid=(experts, first // 2, 2, second), roles="arac")
+
+
+def _transposed_halves(module: nn.Module) -> Mapping[str, Split]:
+    return _expert_stacks(module, turned=True, halves=True)
+
+
+_GATE_UP = _blocks("gate_up_proj.weight", 2)
+_INTERLEAVED = _head_by_head("query_key_value.weight")
+
+_KNOWN: dict[str, Describe] = {
+    "MultiheadAttention": _torch_attention,
+    "GPT2Attention": _conv1d_attention,
+    "DecisionTransformerGPT2Attention": _conv1d_attention,
+    "ImageGPTAttention": _conv1d_attention,
+    "GPTBigCodeAttention": _bigcode,
+    "GPTNeoXAttention": _INTERLEAVED,
+    "GPTNeoXJapaneseAttention": _INTERLEAVED,
+    "BloomAttention": _INTERLEAVED,
+    "PersimmonAttention": _INTERLEAVED,
+    "FalconAttention": _falcon,
+    "Phi3Attention": _grouped_query("qkv_proj.weight"),
+    "DbrxAttention": _grouped_query("Wqkv.weight"),
+    "MptAttention": _blocks("Wqkv.weight", 3),
+    "ModernBertAttention": _blocks("Wqkv.weight", 3),
+    "ModernBertMLP": _blocks("Wi.weight", 2),
+    "Phi3MLP": _GATE_UP,
+    "GlmMLP": _GATE_UP,
+    "Glm4MLP": _GATE_UP,
+    "Glm4vTextMLP": _GATE_UP,
+    "GlmImageTextMLP": _GATE_UP,
+    "GlmOcrTextMLP": _GATE_UP,
+    "Phi4MultimodalMLP": _GATE_UP,
+    "DiaMLP": _GATE_UP,
+    "MambaMixer": _mamba1,
+    "FalconMambaMixer": _mamba1,
+    "JambaMambaMixer": _mamba1,
+    "Mamba2Mixer": _mamba2,
+    "BambaMixer": _mamba2,
+    "FalconH1Mixer": _mamba2,
+    "Zamba2MambaMixer": _mamba2,
+    "NemotronHMamba2Mixer": _mamba2,
+    "GraniteMoeHybridMambaLayer": _mamba2,
+    "Llama4TextExperts": _transposed_halves,
+}
+_KNOWN_BY_ENDING: dict[str, Describe] = {"Experts": _experts, "Attention": _latent_attention}
+"""Whole families that share a layout; their entries answer only if the module has what that layout needs."""
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether it is GPT-2's `Conv1D`: a linear layer that stores its weight (in, out)."""
+    return type(module).__name__ == "Conv1D" and _shape(module, "weight") == (
+        getattr(module, "nx", None),
+        getattr(module, "nf", None),
+    )
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether one of the projections is trainable: frozen ones may be quantised, in shapes that mean nothing here."""
+    children = (unwrapped(getattr(child, "base_layer", child)) for _, child in named_children(module))
+    return any(param.requires_grad for holder in (module, *children) for param in holder.parameters(recurse=False))
+
+
+def known_splits(module: nn.Module) -> Mapping[str, Split]:
+    """The splits of a module's own fused weights, by local param name; empty for a class that is not known."""
+    names = [base.__name__ for base in type(module).__mro__]
+    describe = next((_KNOWN[name] for name in names if name in _KNOWN), None)
+    if describe is None:
+        describe = next((found for end, found in _KNOWN_BY_ENDING.items() if names[0].endswith(end)), None)
+    if describe is None or not _trains(module):
+        return {}
+    try:
+        return describe(module)
+    except ValueError as error:
+        raise ValueError(
+            f"{names[0]} is the name of a class whose fused weights are known, but this module does not fit: {error} Give it "
+            "a method matrix_splits() that says how they split."
+        ) from None

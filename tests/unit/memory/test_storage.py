@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from layerwise.dtypes import DType
+from layerwise.errors import StateError
+from layerwise.layout.plan import make_plan
+from layerwise.layout.storage import GRAD_SLOTS, LAYOUTS
+from layerwise.memory.storage import GradRing, Storage
+from layerwise.models.table import named_trainables, param_table, plain_dtype
+from tests.worlds import Zoo
+
+SHARDED = ("flat", "padded", "compact")
+
+
+def storage_of(module: nn.Module, *, world: int = 1, rank: int = 0, layout: str = "flat", **options: Any) -> Storage:
+    plan = make_plan(param_table(module), world=world, layout=layout, bucket_numel=300, **options)
+    return Storage(plan, named_trainables(module), {"dense": rank})
+
+
+def zoo(dtype: torch.dtype = torch.float32) -> Zoo:
+    torch.manual_seed(0)
+    module = Zoo()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(torch.randn(param.shape))
+    return module.to(dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_params_keep_their_values_and_lie_in_the_replicas(dtype: torch.dtype, layout: str) -> None:
+    module, untouched = zoo(dtype), zoo(dtype)
+    storage = storage_of(module, world=3, rank=1, layout=layout)
+    replicas = [
+        (bucket.replica.data_ptr(), bucket.replica.data_ptr() + bucket.replica.nbytes) for bucket in storage.buckets
+    ]
+    for (fqn, param), (_, before) in zip(module.named_parameters(), untouched.named_parameters(), strict=True):
+        assert torch.equal(param, before), fqn
+        inside = any(start <= param.data_ptr() and param.data_ptr() + param.nbytes <= stop for start, stop in replicas)
+        assert inside == param.requires_grad, fqn
+        assert param.untyped_storage().nbytes() == param.nbytes, fqn  # what saves it writes no more than it is
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_masters_of_all_ranks_together_are_the_params_in_fp32(world: int, layout: str) -> None:
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for rank in range(world):
+        for bucket in storage_of(zoo(torch.bfloat16), world=world, rank=rank, layout=layout).buckets:
+            for span in bucket.spans:
+                part = bucket.master[span.shard_offset : span.shard_offset + span.numel]
+                pieces.setdefault(span.fqn, []).append((span.start, part))
+    for fqn, param in named_trainables(zoo(torch.bfloat16)).items():
+        whole = torch.cat([part for _, part in sorted(pieces[fqn], key=lambda piece: piece[0])])
+        assert torch.equal(whole, param.detach().float().reshape(-1)), fqn
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp32_masters_are_the_replica_itself_and_low_precision_ones_are_not(layout: str) -> None:
+    for dtype, shared in ((torch.float32, True), (torch.bfloat16, False)):
+        for bucket in storage_of(zoo(dtype), world=2, layout=layout).buckets:
+            if bucket.master.numel():
+                assert (bucket.master.data_ptr() == bucket.replica_shard.data_ptr()) == shared
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_is_zero(layout: str) -> None:
+    for bucket in storage_of(zoo(), world=3, layout=layout).buckets:
+        used = torch.zeros(bucket.plan.numel, dtype=torch.bool)
+        for placement in bucket.plan.placements:
+            used[placement.offset : placement.offset + placement.numel] = True
+        assert not bucket.replica[~used].any()
+        assert bucket.grad is not None
+        assert not bucket.grad.any()
+
+
+def test_replicated_shards_are_whole() -> None:
+    for bucket in storage_of(zoo(), world=3, rank=2, layout="replicated").buckets:
+        assert bucket.master.numel() == bucket.plan.numel
+        assert sum(span.numel for span in bucket.spans) == sum(place.numel for place in bucket.plan.placements)
+
+
+def test_bytes_count_aliases_once() -> None:
+    module = nn.Linear(16, 16, bias=False)
+    elements = 16 * 16
+    assert storage_of(module).nbytes() == 2 * 4 * elements  # replica = master, grad = shard = work
+    assert storage_of(nn.Linear(16, 16, bias=False).bfloat16()).nbytes() == (2 + 4 + 4) * elements
+
+
+ITEMSIZE = {torch.float32: 4, torch.bfloat16: 2}
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_bytes_are_those_of_full_params_and_gradients_and_of_this_ranks_shards(
+    layout: str, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> None:
+    for rank in range(3):
+        grad_name = plain_dtype(grad_dtype, "grad_dtype")
+        storage = storage_of(zoo(dtype), world=3, rank=rank, layout=layout, grad_dtype=grad_name)
+        full = sum(bucket.plan.numel for bucket in storage.buckets)
+        mine = sum(bucket.plan.shard_numel(rank) for bucket in storage.buckets)
+        shard = (0 if dtype == torch.float32 else 4) + (0 if grad_dtype == torch.float32 else 4)
+        assert storage.nbytes() == full * (ITEMSIZE[dtype] + ITEMSIZE[grad_dtype]) + mine * shard
+
+
+def test_an_ordered_sum_of_narrow_gradients_has_an_fp32_shard_of_its_own() -> None:
+    options = {"reducer": "ordered", "grad_dtype": DType.BF16}
+    for bucket in storage_of(zoo(), world=2, **options).buckets:
+        assert bucket.grad is not None
+        assert (bucket.grad.dtype, bucket.grad_shard.dtype) == (torch.bfloat16, torch.float32)
+        assert bucket.work.data_ptr() == bucket.grad_shard.data_ptr()
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_released_gradients_hold_nothing_but_shards_until_one_is_leased(layout: str) -> None:
+    storage = storage_of(zoo(), world=4, rank=1, layout=layout, shard_grads=True)
+    full = sum(bucket.plan.numel for bucket in storage.buckets)
+    mine = sum(bucket.plan.shard_numel(1) for bucket in storage.buckets)
+    assert storage.nbytes() == 4 * (full + mine)
+    bucket = storage.buckets[0]
+    assert bucket.grad is None
+    assert bucket.ring is not None
+    bucket.grad = bucket.ring.lease(bucket.plan.numel)
+    largest = max(plan.numel for plan in storage.plan.buffers[bucket.plan.buffer].buckets)
+    assert storage.nbytes() == 4 * (full + mine + largest)
+    fqn = bucket.plan.placements[0].fqn
+    storage.grad_view(fqn).fill_(3.0)
+    assert int((bucket.grad == 3.0).sum()) == bucket.plan.placements[0].numel
+
+
+def test_buckets_of_a_buffer_share_one_ring_and_those_of_two_buffers_do_not() -> None:
+    storage = storage_of(zoo(), world=2, shard_grads=True)
+    rings = {
+        buffer.index: {id(storage.buckets[b.index].ring) for b in buffer.buckets} for buffer in storage.plan.buffers
+    }
+    assert all(len(found) == 1 for found in rings.values())
+    assert len(set.union(*rings.values())) == len(rings)
+
+
+def ring_of(numel: int = 8) -> GradRing:
+    return GradRing(numel, torch.float32, torch.device("cpu"))
+
+
+def test_a_lease_is_zeros_whatever_the_slot_held() -> None:
+    ring = ring_of()
+    first = ring.lease(8)
+    first.fill_(5.0)
+    ring.release(first)
+    again = ring.lease(6)
+    assert again.data_ptr() == first.data_ptr()
+    assert again.tolist() == [0.0] * 6
+
+
+def test_leases_that_are_out_at_once_do_not_overlap() -> None:
+    ring = ring_of()
+    leases = [ring.lease(8) for _ in range(5)]
+    for number, lease in enumerate(leases):
+        lease.fill_(number)
+    assert [lease.unique().tolist() for lease in leases] == [[float(number)] for number in range(5)]
+    assert ring.peak == 5
+
+
+def test_a_ring_grows_for_a_while_and_keeps_two_slots() -> None:
+    ring = ring_of()
+    assert ring.tensors == ()
+    leases = [ring.lease(8) for _ in range(4)]
+    assert len(ring.tensors) == 4
+    for lease in leases:
+        ring.release(lease)
+    assert len(ring.tensors) == GRAD_SLOTS
+    assert ring.peak == 4
+    for _ in range(3):
+        ring.release(ring.lease(8))
+    assert len(ring.tensors) == GRAD_SLOTS
+
+
+def test_a_slot_that_was_not_leased_cannot_be_given_back() -> None:
+    ring = ring_of()
+    lease = ring.lease(8)
+    ring.release(lease)
+    with pytest.raises(KeyError):
+        ring.release(lease)
+
+
+def test_a_param_that_left_its_buffer_is_named() -> None:
+    module = zoo()
+    storage = storage_of(module)
+    storage.check_aliases()
+    module.tall.weight.data = module.tall.weight.data.clone()
+    with pytest.raises(StateError, match=r"param 'tall.weight' was moved out of its buffer"):
+        storage.check_aliases()
+
+
+def test_weights_changed_in_place_reach_the_masters_and_others_keep_their_fp32_bits() -> None:
+    module = zoo(torch.bfloat16)
+    storage = storage_of(module)
+    for bucket in storage.buckets:
+        bucket.master.mul_(1.0 + 2.0**-12)  # below bf16's resolution
+    before = [bucket.master.clone() for bucket in storage.buckets]
+    with torch.no_grad():
+        module.tall.weight[0, 0] = 3.0
+        module.norm.weight.copy_(module.norm.weight.clone())  # written, but with what was there
+    storage.pull_changed_params()
+    changed = sum(int((bucket.master != old).sum()) for bucket, old in zip(storage.buckets, before, strict=True))
+    assert changed == 1

@@ -1,0 +1,150 @@
+"""Splits of classes known by name, without their library; tests/hf checks them against the real ones."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from layerwise.models.known import known_splits
+from layerwise.models.table import param_table
+from layerwise.routing.rules import Route, route_params
+from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed
+
+
+def class_named(name: str, **children: nn.Module) -> nn.Module:
+    """A module of a class of that name."""
+    module: nn.Module = type(name, (nn.Module,), {})()
+    for child, layer in children.items():
+        module.add_module(child, layer)
+    return module
+
+
+class Conv1D(nn.Module):
+    """Like the one of transformers: a linear layer that stores (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf))
+
+
+def routes(module: nn.Module) -> dict[str, Route]:
+    return route_params(param_table(module))
+
+
+def test_torch_attention_is_query_key_and_value_one_after_the_other() -> None:
+    attention = nn.MultiheadAttention(6, 2, bias=False)
+    split = known_splits(attention)["in_proj_weight"]
+    assert split == row_blocks((18, 6), (6, 6, 6))
+    query, key, value = attention.in_proj_weight.detach().split(split.blocks)
+    x = torch.randn(5, 1, 6)
+    apart, _ = F.multi_head_attention_forward(
+        x, x, x, 6, 2, None, None, None, None, False, 0.0, attention.out_proj.weight, None,
+        use_separate_proj_weight=True, q_proj_weight=query, k_proj_weight=key, v_proj_weight=value,
+    )  # fmt: skip
+    torch.testing.assert_close(attention(x, x, x)[0], apart)
+
+
+def test_torch_attention_is_not_left_to_a_fallback() -> None:
+    table = param_table(nn.MultiheadAttention(6, 2))
+    assert len(route_params(table, strict=True)["in_proj_weight"].matrices) == 3
+
+
+def test_torch_attention_of_unequal_widths_has_nothing_to_split() -> None:
+    assert known_splits(nn.MultiheadAttention(6, 2, kdim=4, vdim=5)) == {}
+
+
+def test_a_class_that_nobody_knows_has_no_splits() -> None:
+    assert known_splits(nn.Linear(3, 4)) == {}
+
+
+def test_subclasses_of_a_known_class_split_like_it() -> None:
+    class Special(nn.MultiheadAttention):
+        pass
+
+    assert known_splits(Special(6, 2)) == {"in_proj_weight": row_blocks((18, 6), (6, 6, 6))}
+
+
+def test_cross_attention_of_gpt2_is_key_and_value() -> None:
+    attention = class_named("GPT2Attention", c_attn=Conv1D(8, 4), q_attn=Conv1D(4, 4))
+    attention.embed_dim = 4
+    found = routes(nn.ModuleList([attention]))
+    assert found["0.c_attn.weight"].reason.endswith("in row blocks of 4, 4, stored transposed")
+    assert found["0.q_attn.weight"].reason == "is the weight of a Conv1D, stored transposed"
+
+
+def test_a_transposed_weight_with_a_fused_name_still_needs_someone_to_explain_it() -> None:
+    with pytest.raises(ValueError, match=re.escape("looks fused ('c_attn'), and more than one reading fits")):
+        routes(class_named("Odd", c_attn=Conv1D(12, 4)))
+
+
+@pytest.mark.parametrize(
+    ("is_transposed", "is_concatenated", "shape", "split"),
+    [
+        (False, True, (3, 8, 5), stack((3, 8, 5), sizes=(4, 4))),
+        (True, True, (3, 5, 8), stack((3, 5, 8), transposed=True, sizes=(4, 4))),
+        (False, False, (3, 8, 5), Split(grid=(3, 4, 2, 5), roles="arac")),
+        (True, False, (3, 5, 8), Split(grid=(3, 5, 4, 2), roles="acra")),
+    ],
+)
+def test_experts_are_split_as_they_say_they_are_stored(
+    is_transposed: bool, is_concatenated: bool, shape: tuple[int, ...], split: Split
+) -> None:
+    experts = class_named("SomeExperts")
+    experts.is_transposed, experts.is_concatenated = is_transposed, is_concatenated
+    experts.gate_up_proj = nn.Parameter(torch.empty(shape))
+    assert known_splits(experts) == {"gate_up_proj": split}
+
+
+def test_experts_that_do_not_say_how_they_are_stored_are_refused() -> None:
+    experts = class_named("SomeExperts")
+    experts.gate_up_proj = nn.Parameter(torch.empty(3, 8, 5))
+    with pytest.raises(ValueError, match=re.escape("looks fused ('gate_up_proj'), and more than one reading fits")):
+        routes(experts)
+
+
+def test_a_class_of_a_known_name_that_does_not_fit_is_refused_in_words() -> None:
+    mixer = class_named("Mamba2Mixer", in_proj=nn.Linear(4, 9))
+    expected = (
+        "Mamba2Mixer is the name of a class whose fused weights are known, but this module does not fit: neither it nor "
+        "its config has 'intermediate_size'. Give it a method matrix_splits() that says how they split."
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        param_table(mixer)
+
+
+def neox_attention(bias: bool = False) -> nn.Module:
+    attention = class_named("GPTNeoXAttention", query_key_value=nn.Linear(6, 18, bias=bias))
+    attention.head_size = 3
+    return attention
+
+
+def test_the_word_of_the_user_counts_more_than_what_is_known() -> None:
+    attention = neox_attention()
+    type(attention).matrix_splits = lambda self: {"query_key_value.weight": (12, 6)}
+    assert param_table(attention).find("query_key_value.weight").split == row_blocks((18, 6), (12, 6))
+
+
+def test_a_projection_that_an_adapter_has_wrapped_is_still_known() -> None:
+    attention = neox_attention()
+    wrapped = class_named("LoraLinear", base_layer=attention.query_key_value)
+    attention.query_key_value = wrapped
+    split = param_table(attention).find("query_key_value.base_layer.weight").split
+    assert split == interleaved_rows((18, 6), 2, (3, 3, 3))
+
+
+def test_frozen_projections_need_not_fit() -> None:
+    """Quantised weights have shapes of their own."""
+    attention = neox_attention().requires_grad_(False)
+    attention.query_key_value.weight = nn.Parameter(torch.zeros(54, 1, dtype=torch.uint8), requires_grad=False)
+    assert known_splits(attention) == {}
+    assert routes(attention)["query_key_value.weight"].family == "frozen"
+
+
+def test_conv1d_is_known_by_its_storage_not_by_its_name_alone() -> None:
+    layer = Conv1D(4, 6)
+    assert param_table(nn.ModuleDict({"fc": layer})).find("fc.weight").split == transposed((6, 4))
+    layer.weight = nn.Parameter(torch.empty(4, 6))
+    assert param_table(nn.ModuleDict({"fc": layer})).find("fc.weight").split is None

@@ -33,7 +33,7 @@ def bucket_of(
         **options,
     )
     storage = Storage(plan, named_trainables(module), {"dense": rank})
-    return storage.buckets[plan.bucket_of["layer0.weight"]]
+    return storage.shards[plan.bucket_of["layer0.weight"]]
 
 
 def gradient_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ Every rank's box is known to every rank, as plain numbers. Ranks with the same b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,9 @@ class BoxShards:
             box: range(ranks[0], ranks[-1] + 1) if len(ranks) == ranks[-1] - ranks[0] + 1 else tuple(ranks)
             for box, ranks in found.items()
         }
+
+    def param_numel(self, fqn: str) -> int:
+        return math.prod(self.shape)
 
     def shard_numel(self, rank: int) -> int:
         return self.boxes[rank].numel

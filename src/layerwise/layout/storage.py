@@ -149,6 +149,9 @@ class BucketPlan:
     def _placement_of(self) -> dict[str, Placement]:
         return {placement.fqn: placement for placement in self.placements}
 
+    def param_numel(self, fqn: str) -> int:
+        return self._placement_of[fqn].numel
+
     def shard_numel(self, rank: int) -> int:
         return self.shards.stop(rank) - self.shards.start(rank)
 
@@ -201,9 +204,9 @@ class BucketPlan:
         )
         return [run for run in found if run[2]]
 
-    def begins_at(self, matrix: Matrix) -> int:
-        """Where the first element of a matrix lies in the bucket."""
-        return self._placement_of[matrix.fqn].offset + matrix.flat_start
+    def offset_of(self, fqn: str) -> int:
+        """Where a param begins in the bucket."""
+        return self._placement_of[fqn].offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from layerwise.comm.scopes import scope
 from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
-from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, products_of, state_names
+from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, products_of
 from layerwise.engine.engine import Engine
 from layerwise.engine.exchanger import Batch, Cohort, Passage
 from layerwise.engine.param_groups import GroupPlan
@@ -72,7 +72,7 @@ class Update:
         self._allocate_state()
         runs = [run for bucket in self._buckets for run in _runs_of(bucket, self._group_of)]
         self._runs = [
-            _tensors_of([run for run in runs if run.group == index], state_names(group.rule.kind))
+            _tensors_of([run for run in runs if run.group == index], group.rule.state_names)
             for index, group in enumerate(groups)
         ]
         self._spans_by_norm_group: dict[str, list[Tensor]] = {}
@@ -104,7 +104,7 @@ class Update:
         self._home_state = {
             batch: {
                 name: torch.zeros(len(batch.items), *shape, dtype=torch.float32, device=engine.storage.device)
-                for name, shape in MATRIX[groups[batch.group].rule.kind].home_state(*batch.logical_shape).items()
+                for name, shape in groups[batch.group].rule.home_state(*batch.logical_shape).items()
             }
             for cohorts in self._cohorts
             for cohort in cohorts
@@ -116,9 +116,9 @@ class Update:
         it into being."""
         for bucket in self._buckets:
             bucket.state.clear()  # of an optimizer that is gone
-            rules = {self._groups[self._group_of[placement.fqn]].rule.kind for placement in bucket.plan.placements}
-            for kind in sorted(rules):
-                for name in state_names(kind):
+            rules = {self._groups[self._group_of[placement.fqn]].rule for placement in bucket.plan.placements}
+            for rule in sorted(rules, key=lambda rule: rule.kind):
+                for name in rule.state_names:
                     bucket.state.setdefault(name, torch.zeros_like(bucket.master))
 
     def apply(self, options: Sequence[Options], divisor: float, coefficients: Mapping[str, float], step: int) -> None:
@@ -231,10 +231,10 @@ class Update:
         found: dict[str, dict[str, Tensor]] = {}
         for bucket in self._buckets:
             for placement in bucket.plan.placements:
-                kind = self._groups[self._group_of[placement.fqn]].rule.kind
+                rule = self._groups[self._group_of[placement.fqn]].rule
                 span = bucket.span_by_fqn.get(placement.fqn)
                 part = span.part if span is not None else slice(0, 0)
-                found[placement.fqn] = {name: bucket.state[name][part] for name in state_names(kind)}
+                found[placement.fqn] = {name: bucket.state[name][part] for name in rule.state_names}
                 if bucket.master.dtype != bucket.replica.dtype:
                     found[placement.fqn]["master"] = bucket.master[part]
         self._add_home_state(found)
@@ -252,6 +252,6 @@ class Update:
                 rule = self._groups[self._group_of[item.matrix.fqn]].rule
                 if not rule.is_matrix_rule:
                     continue
-                for name in MATRIX[rule.kind].home_state(*item.matrix.logical_shape):
+                for name in rule.home_state(*item.matrix.logical_shape):
                     nothing = torch.zeros(0, dtype=torch.float32, device=self._engine.storage.device)
                     found[item.matrix.fqn][f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)

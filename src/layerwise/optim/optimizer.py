@@ -25,7 +25,6 @@ from layerwise.comm.groups import (
 from layerwise.comm.roster import check_alike
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
-from layerwise.dtypes import DType
 from layerwise.engine.engine import Engine, Settings, refuse_sharded
 from layerwise.engine.param_groups import GroupPlan, live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
@@ -34,7 +33,9 @@ from layerwise.engine.stats import Seen, StatsPass, StepStats, Totals, assign_no
 from layerwise.engine.update import Update
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed, warn
 from layerwise.kernels.hashing import hash_bits
+from layerwise.layout.options import Options
 from layerwise.layout.schedule import CommSchedule
+from layerwise.layout.wire import wire_dtypes
 from layerwise.memory.storage import refuse_sparse
 from layerwise.models.table import named_params
 from layerwise.models.tracing import never_traced
@@ -163,7 +164,9 @@ class Optimizer(torch.optim.Optimizer):
         self._stats_pass = StatsPass(self._engine, planned.norm_group_of, planned.norm_group_names, zeros=count_zeros)
         self._clipper = Clipper(self._engine, planned.watched) if planned.watched is not None else None
         self._exchange = matrix.is_matrix_rule
-        self._wire_dtypes = _wire_dtypes(self._engine, self._groups)
+        self._wire_dtypes = wire_dtypes(
+            plan.works, {fqn: group.rule.wire_dtype for group in self._groups for fqn in group.fqns}
+        )
         self._sealed = False
         super().__init__([group.as_param_group(self._engine.storage.params) for group in self._groups], {})
         self._sealed = True
@@ -588,17 +591,5 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
             "Wrap it: layerwise.DataParallel(module)."
         )
-    settings = Settings(layout="flat", rules=rules, strict=strict, overlap_grad_reduce=False)
+    settings = Settings(options=Options(layout="flat", rules=rules, strict=strict), overlap_grad_reduce=False)
     return Engine((model,), alone(), settings, hooked=False)
-
-
-def _wire_dtypes(engine: Engine, groups: tuple[GroupPlan, ...]) -> dict[tuple[str, int], DType]:
-    """How each cohort travels: in fp32 as soon as one of its matrices needs that, else in bf16."""
-    rule_of = {fqn: group.rule for group in groups for fqn in group.fqns}
-    found: dict[tuple[str, int], DType] = {}
-    for work in engine.plan.works:
-        for item in work.items:
-            dtype = getattr(rule_of[item.matrix.fqn], "wire_dtype", DType.BF16)
-            if dtype is DType.FP32 or (work.domain, item.cohort) not in found:
-                found[work.domain, item.cohort] = dtype
-    return found

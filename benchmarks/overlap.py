@@ -162,7 +162,7 @@ class Arm:
         import torch.distributed as dist
 
         engine = self.model.engine
-        for bucket in engine.storage.buckets:
+        for bucket in engine.storage.shards:
             bucket.advance()
         dist.barrier()
         began_s = time.perf_counter()

@@ -367,7 +367,7 @@ def _nudge_gradient(everyone: list[list[dict[str, Tensor]]]) -> None:
 
 def nudge_state(model: layerwise.DataParallel) -> None:
     """Move one element of this rank's first momentum by one ulp."""
-    for bucket in model.engine.storage.buckets:
+    for bucket in model.engine.storage.shards:
         if bucket.spans and "momentum" in bucket.state:
             element = bucket.state["momentum"][bucket.spans[0].shard_offset :][:1]
             element.copy_(torch.nextafter(element, torch.full_like(element, float("inf"))))
@@ -398,10 +398,10 @@ def reduced_differences(
     model.engine.reducer.finish()
     return [
         f"reduced gradient of {span.fqn}"
-        for bucket in model.engine.storage.buckets
+        for bucket in model.engine.storage.shards
         for span in bucket.spans
         if not torch.equal(
-            bucket.work[span.shard_offset : span.shard_offset + span.numel],
+            bucket.update[span.shard_offset : span.shard_offset + span.numel],
             oracle.totals[called(span.fqn)].float().reshape(-1)[span.start : span.stop],
         )
     ]
@@ -423,7 +423,7 @@ def differences(
     for fqn, param in model.engine.storage.params.items():
         if not torch.equal(param.detach(), weights[called(fqn)]):
             found.append(f"replica of {fqn}")
-    for bucket in model.engine.storage.buckets:
+    for bucket in model.engine.storage.shards:
         for span in bucket.spans:
             part = slice(span.shard_offset, span.shard_offset + span.numel)
             inside = slice(span.start, span.stop)
@@ -464,8 +464,8 @@ def _home_differences(
 def put_together(model: layerwise.DataParallel) -> dict[str, Tensor]:
     """Whole masters, reduced gradients and state by name, from the shards of all ranks of a dense model. Collective."""
     found: dict[str, Tensor] = {}
-    for bucket in model.engine.storage.buckets:
-        held = {"gradient": bucket.work, "master": bucket.master, **bucket.state}
+    for bucket in model.engine.storage.shards:
+        held = {"gradient": bucket.update, "master": bucket.master, **bucket.state}
         counts = bucket.plan.num_shards > 1 or model.engine.groups.rank == 0
         for placement in bucket.plan.placements:
             span = bucket.span_by_fqn.get(placement.fqn)
@@ -524,7 +524,7 @@ def hash_everything(optimizer: layerwise.Optimizer) -> str:
     storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
     optimizer._engine.publisher.ensure_all()
     tensors: list[Tensor] = []
-    for bucket in storage.buckets:
+    for bucket in storage.shards:
         tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]
     for param in storage.params.values():
         tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]

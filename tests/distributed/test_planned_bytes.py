@@ -76,7 +76,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots: int) -> Memory:
     """What this rank really holds. A category has what no category before it has: some memory is two things at once."""
-    buckets = model.engine.storage.buckets
+    buckets = model.engine.storage.shards
     home_state = [tensor for tensors in optimizer._update._home_state.values() for tensor in tensors.values()]
     frozen = [param for param in model.parameters() if not param.requires_grad]
     rings = [bucket.ring for bucket in buckets if bucket.ring is not None]
@@ -84,7 +84,7 @@ def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots
         [*(bucket.replica for bucket in buckets), *frozen],
         [
             *(bucket.grad for bucket in buckets if bucket.grad is not None),
-            *(tensor for bucket in buckets for tensor in (bucket.grad_shard, bucket.work)),
+            *(tensor for bucket in buckets for tensor in (bucket.grad_shard, bucket.update)),
             *(tensor for ring in rings for tensor in ring.tensors),
         ],
         [bucket.master for bucket in buckets],
@@ -134,7 +134,7 @@ class Watch:
 @contextmanager
 def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
     """See everything that is sent or received by an all-to-all, the batches of matrices, and what becomes of them."""
-    buckets = model.engine.storage.buckets
+    buckets = model.engine.storage.shards
     own = [bucket.grad for bucket in buckets if bucket.grad is not None]
     watch = Watch(storages(own), limit)
     all_to_all, unpack, direction = Communicator.all_to_all, Cohort.unpack, Update._direction
@@ -181,12 +181,12 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
 
 def enlarge(model: layerwise.DataParallel, what: str) -> None:
     """Hold more than any plan says."""
-    bucket = model.engine.storage.buckets[0]
+    bucket = model.engine.storage.shards[0]
     match what:
         case "params":
             bucket.replica = bucket.replica.repeat(2)
         case "grads":
-            bucket.work = bucket.work.repeat(2)
+            bucket.update = bucket.update.repeat(2)
         case "masters":
             bucket.master = bucket.master.repeat(2)
         case "state":
@@ -256,7 +256,7 @@ def differences(
         if name != "total" and not fits:
             found.append(f"{name}: holds {really[name]}, planned {nbytes}")
     model.free_buffers()
-    if slots.nbytes or any(ring.tensors for ring in {bucket.ring for bucket in model.engine.storage.buckets} if ring):
+    if slots.nbytes or any(ring.tensors for ring in {bucket.ring for bucket in model.engine.storage.shards} if ring):
         found.append("slots: some were not freed")
     return [f"rank {rank} {setup}: {text}" for text in found]
 

@@ -55,7 +55,7 @@ def state_of_every_rank(rank: int, world: int) -> list[str]:
                     for name, t in tensors.items()
                     if t.numel() != stop - start
                 ]
-        for bucket in model.engine.storage.buckets:
+        for bucket in model.engine.storage.shards:
             names = ["master", *bucket.state]
             if sorted(names) != STATE_OF[key_of(model.plan, bucket.plan).family]:
                 found.append(f"{bucket.plan.label} has state {sorted(names)}")

@@ -20,7 +20,7 @@ from layerwise.kernels.products import Products
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 from layerwise.models.table import torch_dtype
 
-Options = Mapping[str, object]
+LiveOptions = Mapping[str, object]
 """The options of a live param group, as its rule holds them."""
 
 
@@ -36,11 +36,11 @@ class Runs:
 class ElementwiseAlgorithm(Protocol):
     """A rule that needs no more than an element and its state."""
 
-    def update_(self, runs: Runs, options: Options, step: int) -> None: ...
+    def update_(self, runs: Runs, options: LiveOptions, step: int) -> None: ...
 
 
 class _AdamW:
-    def update_(self, runs: Runs, options: Options, step: int) -> None:
+    def update_(self, runs: Runs, options: LiveOptions, step: int) -> None:
         adamw_(
             runs.masters,
             runs.grads,
@@ -54,14 +54,14 @@ class _AdamW:
 
 
 class _Lion:
-    def update_(self, runs: Runs, options: Options, step: int) -> None:
+    def update_(self, runs: Runs, options: LiveOptions, step: int) -> None:
         lion_(runs.masters, runs.grads, runs.states["exp_avg"], lr=number(options, "lr"), betas=_betas(options))
 
 
 class _Muon:
     """Momentum on shards, Newton-Schulz at home. The relatives below add to what happens at home."""
 
-    def prepare_(self, runs: Runs, options: Options) -> None:
+    def prepare_(self, runs: Runs, options: LiveOptions) -> None:
         """Leave in `grads` what is to be orthogonalised."""
         momentum_(
             runs.grads,
@@ -70,13 +70,13 @@ class _Muon:
             nesterov=bool(options["nesterov"]),
         )
 
-    def direction(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+    def direction(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
         """The orthogonalised update, in the dtype it travels in. Rounding to that dtype comes first in every layout,
         also where nothing travels."""
         wire = _wire_dtype(options)
         return self._at_home(update_BMN.to(wire), options, state).to(wire)
 
-    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
         return orthogonalize(
             update_BMN,
             schedule=coefficient_schedule(options["coefficients"], int(number(options, "steps"))),  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class _Muon:
 
 
 class _NorMuon(_Muon):
-    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
         direction_BMN = super()._at_home(update_BMN, options, state)
         return normalise_rows(
             direction_BMN, state["row_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
@@ -94,7 +94,7 @@ class _NorMuon(_Muon):
 
 
 class _AdaMuon(_Muon):
-    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
         direction_BMN = super()._at_home(update_BMN.sign(), options, state)
         return normalise_elements(
             direction_BMN, state["second_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
@@ -107,20 +107,20 @@ ELEMENTWISE: dict[str, ElementwiseAlgorithm] = {"adamw": _AdamW(), "lion": _Lion
 MATRIX: dict[str, MatrixAlgorithm] = {"muon": _Muon(), "normuon": _NorMuon(), "adamuon": _AdaMuon()}
 
 
-def number(options: Options, name: str) -> float:
+def number(options: LiveOptions, name: str) -> float:
     """A numeric option."""
     return float(options[name])  # type: ignore[arg-type]
 
 
-def products_of(options: Options, device: torch.device) -> Products:
+def products_of(options: LiveOptions, device: torch.device) -> Products:
     """Who multiplies the matrices of a param group at their homes, and why."""
     return products_for(device, _wire_dtype(options), torch_dtype(DType(str(options["ns_dtype"]))))
 
 
-def _betas(options: Options) -> tuple[float, float]:
+def _betas(options: LiveOptions) -> tuple[float, float]:
     betas: Any = options["betas"]
     return float(betas[0]), float(betas[1])
 
 
-def _wire_dtype(options: Options) -> torch.dtype:
+def _wire_dtype(options: LiveOptions) -> torch.dtype:
     return torch_dtype(wire_dtype_for(str(options["ns_dtype"])))

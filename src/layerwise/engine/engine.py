@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,14 +17,15 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, destroy, share, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
+from layerwise.engine.gradients import Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
-from layerwise.engine.reducer import GradReducer
+from layerwise.engine.reducer import GradReducer, StepCount
+from layerwise.engine.traffic import Traffic
 from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.memory.hooked import hook, is_hooked, unhook
-from layerwise.memory.slots import Slots
 from layerwise.memory.storage import Storage, one_device
 from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
 from layerwise.routing.rules import suspicion
@@ -137,10 +137,12 @@ def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> 
     return number // 2, rank
 
 
-class StepsEngine(Protocol):
+class Steps(Protocol):
     """What the engine's other users need of its optimizer."""
 
     def clip_next_step(self, max_norm: float) -> Tensor: ...
+
+    def free_buffers(self) -> None: ...
 
 
 def _undo_all(undo: list[Callable[[], object]]) -> None:
@@ -151,7 +153,7 @@ def _undo_all(undo: list[Callable[[], object]]) -> None:
 class Engine:
     """Plan, storage, reducer and publisher of one model on one rank."""
 
-    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, settings: Settings, *, hooked: bool) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, settings: Settings) -> None:
         self.chunks = tuple(chunks)
         self.groups = groups
         self.settings = settings
@@ -166,49 +168,70 @@ class Engine:
             lambda plan: {**plan.to_json(), "constants": self._describe_constants()},
         )
         check_alike(groups, self.roster, "is stored", cuts_of_ties(self.plan))
-        self.sent_nbytes: Counter[str] = Counter()
+        self.traffic = Traffic()
+        self.count = StepCount()
         checked = settings.check_collectives
-        self.everyone = Communicator(groups.training, self._contract(groups.control), self.sent_nbytes)
+        self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step)
         self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
         ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
         self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
-        for bucket in self.plan.buckets:
-            if bucket.world != self.communicators[bucket.domain].world:
+        for shard in self.plan.shards:
+            if shard.world != self.communicators[shard.domain].world:
                 raise PlanMismatchError(
-                    f"{bucket.label} is laid out for {bucket.world} ranks, domain {bucket.domain!r} has "
-                    f"{self.communicators[bucket.domain].world}: shards would have no owner."
+                    f"{shard.label} is laid out for {shard.world} ranks, domain {shard.domain!r} has "
+                    f"{self.communicators[shard.domain].world}: shards would have no owner."
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
         self.storage = Storage(self.plan, trainables, ranks)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
-        # Gathers belong to the step that made them due, whenever they are launched, and are counted apart.
-        self.gathered_nbytes: Counter[str] = Counter()
         self.publisher = Publisher(
             self.storage,
             {
-                name: Communicator(own.group, own.contract, self.gathered_nbytes)
+                name: Communicator(own.group, own.contract, self.traffic.gathered)
                 for name, own in self.communicators.items()
             },
             overlap=settings.overlap_param_gather,
             prefetch=settings.prefetch,
             aligned=settings.align_param_gather,
         )
-        self.reducer = GradReducer(
-            self.storage, self.communicators, self._ties, overlap=overlap, before=self.publisher.launch_all
-        )
-        if hooked:
+        self.traffic.due.update(self.publisher.due_nbytes)
+        self.gradients: Gradients
+        if self.plan.memory == "params":
+            self.gradients = OwnGradients(self.storage)
+        else:
+            self.gradients = GradReducer(
+                self.storage,
+                self.communicators,
+                self._ties,
+                overlap=overlap,
+                before=self.publisher.launch_all,
+                count=self.count,
+            )
             for fqn, param in self.storage.params.items():
-                hook(fqn, param, self.reducer)
-        self.optimizer: Callable[[], StepsEngine | None] = lambda: None
-        """Who steps this engine, if anybody does: held weakly."""
-        self.slots: Slots | None = None
-        """Staging memory of the optimizer's exchange."""
+                hook(fqn, param, self.gradients)
+        self._stepper: Callable[[], Steps | None] = lambda: None
         self.is_released = False
         self._undo: list[Callable[[], object]] = []
         # A wrapper that nobody has any more leaves no hook behind. What its params hold stays: gathers that are under way
         # arrive, and whoever reads a param waits for them.
         weakref.finalize(self, _undo_all, self._undo).atexit = False
+
+    @property
+    def reducer(self) -> GradReducer:
+        """Who takes gradients from backward to buckets, where the plan has any."""
+        if not isinstance(self.gradients, GradReducer):
+            raise StateError("gradients of this model stay in the params' own .grad: there are no buckets to fill.")
+        return self.gradients
+
+    @property
+    def optimizer(self) -> Steps | None:
+        """Who steps this engine, if anybody does."""
+        return self._stepper()
+
+    def attach(self, optimizer: Steps) -> None:
+        """This one steps the engine from now on, for as long as somebody else holds it."""
+        self._stepper = weakref.ref(optimizer)
 
     def when_released(self, undo: Callable[[], object]) -> None:
         """Call this when the module is to be as it was before. It must not hold the engine."""
@@ -219,7 +242,7 @@ class Engine:
         """Bring weights up to date, give them memory of their own and take every hook away. The engine is of no use any
         more."""
         self.publisher.ensure_all()
-        self.reducer.forget()
+        self.gradients.forget()
         _undo_all(self._undo)
         unhook(self.storage.params.values())
         self.storage.release()
@@ -266,7 +289,7 @@ class Engine:
         return Contract(control) if self.settings.check_collectives and control is not None else None
 
     def _communicator(self, domain: Domain) -> Communicator:
-        return Communicator(domain.group, self._contract(domain.control), self.sent_nbytes)
+        return Communicator(domain.group, self._contract(domain.control), self.traffic.in_step)
 
     def _constants(self) -> dict[str, Tensor]:
         """What the model reads beside its trainable params: frozen ones and buffers."""
@@ -279,13 +302,13 @@ class Engine:
     def spread_from_first(self) -> None:
         """Make every rank start from the weights and buffers of its domain's first rank, as DistributedDataParallel
         does, and copies of a tied weight from its first stage."""
-        for bucket in self.storage.buckets:
-            self.communicators[bucket.plan.domain].broadcast(bucket.replica, label=bucket.plan.label)
+        for replica in self.storage.replicas:
+            self.communicators[replica.plan.domain].broadcast(replica.weights, label=replica.plan.label)
         # By name: copies of different ties may lie in another order on another stage.
-        for bucket in sorted(self.storage.buckets, key=lambda bucket: bucket.plan.tie):
-            if bucket.plan.tie:
-                self._ties[bucket.plan.tie].broadcast(bucket.replica, label=f"tie {bucket.plan.tie!r}")
-            bucket.refresh_master()
+        for replica in sorted(self.storage.replicas, key=lambda replica: replica.plan.tie):
+            if replica.plan.tie:
+                self._ties[replica.plan.tie].broadcast(replica.weights, label=f"tie {replica.plan.tie!r}")
+            replica.shard.take_weight()
         domain_of = domains_by_prefix(*self.chunks)
         for name, tensor in self._constants().items():
             if tensor.numel():
@@ -315,11 +338,11 @@ class Engine:
         up to date, and no reduction under way."""
         problem = ""
         for domain, communicator in sorted(self.communicators.items()):
-            buckets = [bucket for bucket in self.storage.buckets if bucket.plan.domain == domain]
-            differs = _first_difference([bucket.replica for bucket in buckets], communicator)
+            replicas = [replica for replica in self.storage.replicas if replica.plan.domain == domain]
+            differs = _first_difference([replica.weights for replica in replicas], communicator)
             if differs is not None and not problem:
                 number, rank = differs
-                plan = buckets[number].plan
+                plan = replicas[number].plan
                 params = [self.storage.params[placement.fqn].detach().view(-1) for placement in plan.placements]
                 which = _first_difference(params, communicator)
                 name = plan.placements[which[0] if which else 0].fqn
@@ -334,11 +357,11 @@ class Engine:
 
     def free_buffers(self) -> None:
         """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""
-        if self.slots is not None:
-            self.slots.free()
-        for bucket in self.storage.buckets:
-            if bucket.ring is not None:
-                bucket.ring.free()
+        if self.optimizer is not None:
+            self.optimizer.free_buffers()
+        for replica in self.storage.replicas:
+            if replica.ring is not None:
+                replica.ring.free()
         if self.storage.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -346,6 +369,6 @@ class Engine:
     def pull_from_replicas(self) -> None:
         """Take the weights that forward reads as the truth, after the user changed them."""
         self.publisher.ensure_all()
-        for bucket in self.storage.buckets:
-            for span in bucket.spans:
-                bucket.pull(span.part)
+        for shard in self.storage.shards:
+            for span in shard.spans:
+                shard.pull(span.part)

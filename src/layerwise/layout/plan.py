@@ -7,18 +7,24 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from layerwise.dtypes import DType
+from layerwise.layout.boxes import BoxShards
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts
 from layerwise.layout.launches import LaunchGroup, launch_groups
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
 from layerwise.layout.schedule import CommSchedule, build_schedule
+from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, idle_runs
 from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, Layout, plan_storage
 from layerwise.layout.work import WorkPlan, plan_work
 from layerwise.routing.rules import Route, route_params
 from layerwise.routing.spec import ParamTable
 from layerwise.units import format_count, format_nbytes
+
+Memory = Literal["buffers", "params"]
+"""Whose memory a step works in: buffers that we lay out, or that of the params and their `.grad`, as they are."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Plan:
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
     """One work plan per domain that has matrices."""
+    own: tuple[BoxShards, ...] = ()
+    """Shards in the params' own memory: where there are any, there is no buffer."""
 
     @property
     def grad_dtype(self) -> DType:
@@ -55,6 +63,21 @@ class Plan:
         )
 
     @cached_property
+    def shards(self) -> tuple[ShardPlan, ...]:
+        """Everything that is updated, by index."""
+        return (*self.buckets, *self.own)
+
+    @property
+    def memory(self) -> Memory:
+        """Whose memory shards and gradients are in."""
+        return "params" if self.own else "buffers"
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold different parts of anything."""
+        return any(bucket.shards.is_split for bucket in self.buckets)
+
+    @cached_property
     def launches(self) -> tuple[LaunchGroup, ...]:
         """Which buckets are reduced together, in order."""
         return launch_groups(self.buffers)
@@ -66,7 +89,7 @@ class Plan:
 
     def domain_of(self, fqn: str) -> str:
         """The domain of a trainable param."""
-        return self.buckets[self.bucket_of[fqn]].domain
+        return self.table.find(fqn).domain
 
     @property
     def layout_label(self) -> str:
@@ -78,7 +101,7 @@ class Plan:
 
     def leases_grads(self, buffer: BufferPlan) -> bool:
         """Whether full gradients of a buffer live only until they are reduced."""
-        return self.options.shard_grads and buffer.buckets[0].num_shards > 1
+        return self.options.shard_grads and buffer.buckets[0].shards.is_split
 
     def idle_runs(self, ranks: Mapping[str, int]) -> Iterator[IdleRun]:
         """Gradient memory that is idle during the exchange, on a rank with these numbers in its domains. The sum over
@@ -103,6 +126,7 @@ class Plan:
         chosen = {(work.domain, cohort): DType.BF16 for work in works for cohort in range(work.num_cohorts)}
         return build_schedule(
             self.buffers,
+            self.shards,
             works,
             ranks=self.ranks,
             stages_by_tie=self.stages_by_tie,
@@ -138,8 +162,7 @@ class Plan:
                     "buffer": self.buffers[bucket.buffer].key.label,
                     "offset": bucket.offset,
                     "numel": bucket.numel,
-                    "num_shards": bucket.num_shards,
-                    "borders": list(bucket.borders),
+                    "shards": bucket.shards.to_json(),
                     "tie": bucket.tie,
                     "reducer": bucket.reducer,
                     "publisher": bucket.publisher,
@@ -147,10 +170,16 @@ class Plan:
                 }
                 for bucket in self.buckets
             ],
+            "own": [
+                {"label": shard.label, "domain": shard.domain, "boxes": [list(map(list, box)) for box in shard.boxes]}
+                for shard in self.own
+            ],
             "work": [
                 {
                     "label": f"work of domain {work.domain}",
-                    "items": [[item.matrix.fqn, item.matrix.index, item.home, item.cohort] for item in work.items],
+                    "items": [
+                        [item.matrix.fqn, item.matrix.index, repr(item.homes), item.cohort] for item in work.items
+                    ],
                 }
                 for work in self.works
             ],
@@ -248,10 +277,11 @@ def compare_plans(
             reducer=options.reducer,
             param_sync=options.param_sync,
         )
+        shards = [bucket for buffer in buffers for bucket in buffer.buckets]
         works = tuple(
             work
             for domain, size in sorted(world_by_domain.items())
-            if (work := plan_work(buffers, routes, domain=domain, world=size, cohort_numel=options.cohort_numel)).items
+            if (work := plan_work(shards, routes, domain=domain, world=size, cohort_numel=options.cohort_numel)).items
         )
         made = Draft(buffers, works)
         if isinstance(layout, str):

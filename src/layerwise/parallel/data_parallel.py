@@ -171,12 +171,12 @@ class DataParallel(nn.Module):
         )
         super().__init__()
         self.module = module if isinstance(module, nn.Module) else nn.ModuleList(chunks)
-        self.engine = Engine(chunks, arranged(everyone, mesh, checked=check_collectives), settings, hooked=True)
+        self.engine = Engine(chunks, arranged(everyone, mesh, checked=check_collectives), settings)
         self.engine.spread_from_first()
         if overlap_param_gather:
             storage = self.engine.storage
-            bucket_of = {param: storage.buckets[self.plan.bucket_of[fqn]] for fqn, param in storage.params.items()}
-            watch_forward(self.engine.chunks, bucket_of, self.engine.publisher, self.engine.when_released)
+            replica_of = {param: storage.replicas[self.plan.bucket_of[fqn]] for fqn, param in storage.params.items()}
+            watch_forward(self.engine.chunks, replica_of, self.engine.publisher, self.engine.when_released)
         for fqn, param in self.engine.storage.params.items():
             hook = _take_gradient(fqn, weakref.ref(self.engine.reducer))
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -247,7 +247,7 @@ class DataParallel(nn.Module):
         """
         if norm_type != 2.0:
             raise ValueError(f"norm_type must be 2, got {norm_type!r}: gradients are clipped by their Euclidean norm.")
-        optimizer = self.engine.optimizer()
+        optimizer = self.engine.optimizer
         if optimizer is None:
             raise StateError(
                 "clip_grad_norm_() was called on a model without an optimizer: nobody would take the clipped gradients. Build a "

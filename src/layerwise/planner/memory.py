@@ -21,7 +21,7 @@ from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan
-from layerwise.layout.work import EVERY_RANK, WorkPlan
+from layerwise.layout.work import WorkPlan
 from layerwise.planner.rules import Rules, wire_dtypes_for
 from layerwise.planner.timing import numbers_of
 
@@ -125,10 +125,11 @@ def _shard_numels(buckets: Iterable[BucketPlan], world: int) -> list[int]:
     """Elements of these buckets that each rank of their domain holds a shard of."""
     everywhere, uneven = 0, [0] * world
     for bucket in buckets:
-        if bucket.borders:
-            uneven = list(map(add, uneven, bucket.shard_numels()))
+        numels = bucket.shard_numels()
+        if numels.count(numels[0]) == len(numels):
+            everywhere += numels[0]
         else:
-            everywhere += bucket.numel // bucket.num_shards
+            uneven = list(map(add, uneven, numels))
     return [numel + everywhere for numel in uneven]
 
 
@@ -172,7 +173,7 @@ def _reduction_staging(plan: Plan, buffer: BufferPlan) -> list[int]:
 def _flight(plan: Plan, bucket: BucketPlan, world: int) -> list[int]:
     wire = reduce_op(bucket, plan.grad_dtype).dtype.itemsize
     rounded = bucket.numel * wire if bucket.reducer == "ordered_bf16" and world > 1 else 0
-    return [rounded + world * bucket.shard_numel(bucket.shard_of(rank)) * wire for rank in range(world)]
+    return [rounded + world * bucket.shard_numel(rank) * wire for rank in range(world)]
 
 
 class _Homes(NamedTuple):
@@ -190,16 +191,17 @@ def _home_numels(work: WorkPlan, rule: Rule) -> _Homes:
     everywhere = [0] * work.num_cohorts
     state_everywhere = 0
     has_state = bool(rule.home_state(1, 1))
-    for matrix, _, _, home, cohort in work.items:
+    for matrix, _, homes, cohort in work.items:
         kept = sum(map(math.prod, rule.home_state(*matrix.logical_shape).values())) if has_state else 0
-        if home == EVERY_RANK:
+        if len(homes) == work.world:
             everywhere[cohort] += matrix.rows * matrix.cols
             state_everywhere += kept
         else:
             if cohort not in by_cohort:
                 by_cohort[cohort] = [0] * work.world
-            by_cohort[cohort][home] += matrix.rows * matrix.cols
-            state[home] += kept
+            for home in homes:
+                by_cohort[cohort][home] += matrix.rows * matrix.cols
+                state[home] += kept
     return _Homes(
         by_cohort=[
             [numel + more for numel in by_cohort[cohort]] if cohort in by_cohort else (more,)

@@ -31,7 +31,7 @@ def bucket_of(
         world=world,
     )
     storage = Storage(plan, named_trainables(module), {"dense": rank})
-    return storage.buckets[plan.bucket_of["layer0.weight"]]
+    return storage.shards[plan.bucket_of["layer0.weight"]]
 
 
 def gradient_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

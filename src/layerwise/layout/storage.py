@@ -35,7 +35,6 @@ from layerwise.routing.geometry import ceil_to
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamSpec, ParamTable
-from layerwise.units import MIB
 
 Layout = Literal["flat", "padded", "compact", "replicated", "padded:reference", "padded:reference-numel"]
 LAYOUTS: tuple[Layout, ...] = (
@@ -232,11 +231,6 @@ def default_bucket_numel(world: int) -> int:
     """Megatron's rule: 40 M elements, or 1 M for every rank where there are more than 40, so that messages stay
     large."""
     return max(40_000_000, 1_000_000 * world)
-
-
-def bucket_numel_of(mib: float | None, grad_dtype: DType) -> int | None:
-    """Elements of a bucket of so many MiB of gradients; None leaves it to the default."""
-    return None if mib is None else max(1, int(mib * MIB) // grad_dtype.itemsize)
 
 
 class _Cut(NamedTuple):

@@ -197,7 +197,7 @@ class Engine:
         )
         self.traffic.due.update(self.publisher.due_nbytes)
         self.gradients: Gradients
-        if self.plan.memory == "params":
+        if self.plan.options.memory == "params":
             self.gradients = OwnGradients(self.storage)
         else:
             self.gradients = GradReducer(

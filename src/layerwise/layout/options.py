@@ -18,6 +18,10 @@ from layerwise.units import MIB
 
 DEFAULT_HARDWARE = Hardware()
 
+Memory = Literal["buffers", "params"]
+MEMORIES: tuple[Memory, ...] = ("buffers", "params")
+"""Whose memory a step works in: buffers that we lay out, or that of the params and their `.grad`, as they are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -44,6 +48,8 @@ class Options:
     """How new weights reach all ranks."""
     shard_grads: bool = False
     """Release full gradients as soon as they are reduced."""
+    memory: Memory = "buffers"
+    """Whose memory a step works in."""
     staging: Staging = "slots"
     """Where the exchange has its staging memory."""
     hardware: Hardware = DEFAULT_HARDWARE
@@ -63,6 +69,7 @@ class Options:
             raise ValueError(f"the cohort size must be at least one element, got {self.cohort_numel}.")
         _check_choice("reducer", self.reducer, REDUCERS)
         _check_choice("param_sync", self.param_sync, PARAM_SYNCS)
+        _check_choice("memory", self.memory, MEMORIES)
         _check_choice("staging", self.staging, STAGINGS)
 
 

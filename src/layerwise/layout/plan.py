@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from layerwise.dtypes import DType
-from layerwise.layout.boxes import BoxShards
+from layerwise.layout.boxes import whole_params
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts
 from layerwise.layout.launches import LaunchGroup, launch_groups
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
@@ -22,9 +21,6 @@ from layerwise.layout.work import WorkPlan, plan_work
 from layerwise.routing.rules import Route, route_params
 from layerwise.routing.spec import ParamTable
 from layerwise.units import format_count, format_nbytes
-
-Memory = Literal["buffers", "params"]
-"""Whose memory a step works in: buffers that we lay out, or that of the params and their `.grad`, as they are."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,8 @@ class Plan:
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
     """One work plan per domain that has matrices."""
-    own: tuple[BoxShards, ...] = ()
-    """Shards in the params' own memory: where there are any, there is no buffer."""
+    own: tuple[ShardPlan, ...] = ()
+    """Shards in the params' own memory; there is no buffer then."""
 
     @property
     def grad_dtype(self) -> DType:
@@ -66,11 +62,6 @@ class Plan:
     def shards(self) -> tuple[ShardPlan, ...]:
         """Everything that is updated, by index."""
         return (*self.buckets, *self.own)
-
-    @property
-    def memory(self) -> Memory:
-        """Whose memory shards and gradients are in."""
-        return "params" if self.own else "buffers"
 
     @property
     def is_split(self) -> bool:
@@ -94,6 +85,8 @@ class Plan:
     @property
     def layout_label(self) -> str:
         """The layout in a word or two: what matrices got, where that was left to the cost model."""
+        if self.options.memory == "params":
+            return "as params are"
         if self.options.layout != "auto":
             return self.options.layout
         found = sorted({buffer.key.layout for buffer in self.buffers if buffer.key.family == "matrix"} or {"flat"})
@@ -144,6 +137,7 @@ class Plan:
             "ranks": self.ranks,
             "grad_dtype": str(self.grad_dtype),
             "shard_grads": self.options.shard_grads,
+            "memory": self.options.memory,
             "staging": self.options.staging,
             "ties": dict(self.stages_by_tie),
             "routes": {
@@ -157,23 +151,13 @@ class Plan:
             },
             "buckets": [
                 {
-                    "label": f"bucket {bucket.index}",
                     "layout": self.buffers[bucket.buffer].key.layout,
                     "buffer": self.buffers[bucket.buffer].key.label,
-                    "offset": bucket.offset,
-                    "numel": bucket.numel,
-                    "shards": bucket.shards.to_json(),
-                    "tie": bucket.tie,
-                    "reducer": bucket.reducer,
-                    "publisher": bucket.publisher,
-                    "params": [[placement.fqn, placement.offset, placement.numel] for placement in bucket.placements],
+                    **bucket.to_json(),
                 }
                 for bucket in self.buckets
             ],
-            "own": [
-                {"label": shard.label, "domain": shard.domain, "boxes": [list(map(list, box)) for box in shard.boxes]}
-                for shard in self.own
-            ],
+            "own": [shard.to_json() for shard in self.own],
             "work": [
                 {
                     "label": f"work of domain {work.domain}",
@@ -268,22 +252,27 @@ def compare_plans(
     def draft(layout: Layout | Mapping[BufferGroup, Layout]) -> Draft:
         if isinstance(layout, str) and layout in drafts:
             return drafts[layout]
-        buffers = plan_storage(
-            table,
-            routes,
-            world_by_domain=world_by_domain,
-            layout=layout,
-            bucket_numel=options.bucket_numel,
-            reducer=options.reducer,
-            param_sync=options.param_sync,
-        )
-        shards = [bucket for buffer in buffers for bucket in buffer.buckets]
+        buffers: tuple[BufferPlan, ...] = ()
+        own: tuple[ShardPlan, ...] = ()
+        if options.memory == "params":
+            own = whole_params(table, routes, world_by_domain)
+        else:
+            buffers = plan_storage(
+                table,
+                routes,
+                world_by_domain=world_by_domain,
+                layout=layout,
+                bucket_numel=options.bucket_numel,
+                reducer=options.reducer,
+                param_sync=options.param_sync,
+            )
+        shards = [*own, *(bucket for buffer in buffers for bucket in buffer.buckets)]
         works = tuple(
             work
             for domain, size in sorted(world_by_domain.items())
             if (work := plan_work(shards, routes, domain=domain, world=size, cohort_numel=options.cohort_numel)).items
         )
-        made = Draft(buffers, works)
+        made = Draft(buffers, works, own)
         if isinstance(layout, str):
             drafts[layout] = made
         return made
@@ -291,7 +280,9 @@ def compare_plans(
     plans: dict[str, Plan] = {}
     for layout in resolved:
         choices: tuple[Choice, ...] = ()
-        if layout == "auto":
+        if layout == "auto" and options.memory == "params":
+            made = draft("flat")
+        elif layout == "auto":
             # What all-reduces gradients has none to release early.
             fitting = [name for name in CANDIDATES if not (options.shard_grads and name == "compact")]
             choices = choose_layouts(
@@ -313,6 +304,7 @@ def compare_plans(
             stages_by_tie={**dict.fromkeys((param.tie for param in table if param.tie), 2), **(stages_by_tie or {})},
             buffers=made.buffers,
             works=made.works,
+            own=made.own,
         )
         _refuse_combinations(plan)
         plans[layout] = plan

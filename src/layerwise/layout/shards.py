@@ -71,6 +71,9 @@ class ShardPlan(Protocol):
     def holders(self, matrix: Matrix) -> list[Held]:
         """How much of a matrix each rank holds, copies counted for each of them; in order of rank."""
 
+    def to_json(self) -> dict[str, object]:
+        """As plain data, for ranks to compare."""
+
 
 class Piece(NamedTuple):
     """A span that has elements of a matrix, of the first rank that holds it, and all ranks that do."""

@@ -203,6 +203,19 @@ class BucketPlan:
         )
         return [run for run in found if run[2]]
 
+    def to_json(self) -> dict[str, object]:
+        return {
+            "label": self.label,
+            "offset": self.offset,
+            "numel": self.numel,
+            "shards": self.shards.to_json(),
+            "work": self.work,
+            "tie": self.tie,
+            "reducer": self.reducer,
+            "publisher": self.publisher,
+            "params": [[placement.fqn, placement.offset, placement.numel] for placement in self.placements],
+        }
+
     def offset_of(self, fqn: str) -> int:
         """Where a param begins in the bucket."""
         return self._placement_of[fqn].offset

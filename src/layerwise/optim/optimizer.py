@@ -143,7 +143,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _is_wrapped(self) -> bool:
         """Whether gradients go to buckets, and not to the params' own `.grad`."""
-        return self._engine.plan.memory == "buffers"
+        return self._engine.plan.options.memory == "buffers"
 
     @property
     def stats(self) -> StepStats:
@@ -343,5 +343,5 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
             "Wrap it: layerwise.DataParallel(module)."
         )
-    settings = Settings(options=Options(layout="flat", rules=rules, strict=strict), overlap_grad_reduce=False)
+    settings = Settings(options=Options(rules=rules, strict=strict, memory="params"), overlap_grad_reduce=False)
     return Engine((model,), alone(), settings)

@@ -10,10 +10,11 @@ from random import Random
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import LAYOUTS, PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, plan_storage
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, plan_storage
 from layerwise.layout.work import WorkPlan, plan_work
 from layerwise.routing.geometry import Box, collapse
 from layerwise.routing.matrices import Matrix

@@ -40,9 +40,9 @@ class Leg:
     """One rank's part of an all-to-all."""
 
     sends: tuple[Parcel, ...]
-    """By who receives them, then in plan order: the order on the wire."""
+    """By who receives them, then in plan order, then by their place in the matrix: the order on the wire."""
     receives: tuple[Parcel, ...]
-    """By who sends them, then in plan order."""
+    """By who sends them, then likewise."""
     send_splits: tuple[int, ...]
     receive_splits: tuple[int, ...]
 
@@ -118,9 +118,9 @@ def _leg(sends: list[Parcel], receives: list[Parcel], world: int, *, back: bool 
         return parcel.home
 
     receiver, sender = (holder, home) if back else (home, holder)
-    # Sorting keeps the order of what is equal: that of the plan, on both sides.
-    sends.sort(key=lambda parcel: (receiver(parcel), parcel.item))
-    receives.sort(key=lambda parcel: (sender(parcel), parcel.item))
+    # By where they lie in their matrix, which both sides know: a rank may send a copy that is not the first one.
+    sends.sort(key=lambda parcel: (receiver(parcel), parcel.item, parcel.regions[0].in_matrix))
+    receives.sort(key=lambda parcel: (sender(parcel), parcel.item, parcel.regions[0].in_matrix))
     return Leg(
         sends=tuple(sends),
         receives=tuple(receives),

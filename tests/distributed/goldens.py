@@ -159,13 +159,13 @@ def planned(optimizer: layerwise.Optimizer, model: layerwise.DataParallel | None
 
 
 def _seen(optimizer: layerwise.Optimizer, *, exact: bool) -> Record:
-    """What the last step says of itself. A sum of squares that is not exact has last bits that depend on its order."""
+    """What the last step says of itself, where it says something. A sum of squares that is not exact has last bits that depend on its order."""
 
     def text(number: float | None) -> str | None:
         return None if number is None else float(number).hex() if exact else f"{number:.12e}"
 
     stats = optimizer.stats
-    return {
+    said = {
         "grad_norm": text(stats.grad_norm),
         **{f"norm of {name}": text(norm) for name, norm in sorted(stats.norms.items())},
         **{f"clip of {name}": text(factor) for name, factor in sorted(stats.clip_coefficients.items())},
@@ -177,6 +177,7 @@ def _seen(optimizer: layerwise.Optimizer, *, exact: bool) -> Record:
         "max_logit": text(stats.max_logit),
         "clipped_heads": stats.clipped_heads,
     }
+    return {name: value for name, value in said.items() if value}
 
 
 def _nonzero(nbytes: Mapping[str, int]) -> dict[str, int]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import layerwise
 from layerwise.engine import engine
-from layerwise.layout.plan import make_plan
+from layerwise.layout.options import Options
+from layerwise.layout.plan import Plan, make_plan
+from layerwise.routing.spec import ParamTable
 from tests.reference.oracle import Hyper, Oracle
 
 
@@ -254,9 +255,19 @@ def deliver(model: layerwise.DataParallel, grads: dict[str, Tensor], *, sync: bo
             loss.backward()
 
 
-def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
-    planned = make_plan if case.cohort_numel is None else partial(make_plan, cohort_numel=case.cohort_numel)
+@contextmanager
+def cohorts_of(numel: int | None) -> Iterator[None]:
+    """Models that are wrapped in here have cohorts of so many elements; users cannot ask for that."""
+
+    def planned(table: ParamTable, options: Options, **more: Any) -> Plan:
+        return make_plan(table, options if numel is None else replace(options, cohort_numel=numel), **more)
+
     with mock.patch.object(engine, "make_plan", planned):
+        yield
+
+
+def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
+    with cohorts_of(case.cohort_numel):
         return layerwise.DataParallel(
             module,
             layout=case.layout,
@@ -337,7 +348,7 @@ def anywhere(found: Sequence[str]) -> bool:
 
 def rounds_of(model: layerwise.DataParallel, accumulation: int) -> int:
     """How often gradients are reduced in a step of so many microbatches."""
-    return accumulation if model.plan.shard_grads else 1
+    return accumulation if model.plan.options.shard_grads else 1
 
 
 def _nudge_gradient(everyone: list[list[dict[str, Tensor]]]) -> None:

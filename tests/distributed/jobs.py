@@ -261,7 +261,9 @@ def nested_blocks(rank: int, world: int, setting: Setting, nested: bool) -> list
             net_loss(model, rank, step, 2).backward()
         net_loss(model, rank, step, 3).backward()
         optimizer.step()
-        planned = optimizer.schedule.bytes_by_collective(model.engine.storage.ranks, 2 if model.plan.shard_grads else 1)
+        planned = optimizer.schedule.bytes_by_collective(
+            model.engine.storage.ranks, 2 if model.plan.options.shard_grads else 1
+        )
         if dict(optimizer.stats.bytes_by_collective) != planned:
             seen.append(f"step {step}: bytes {dict(optimizer.stats.bytes_by_collective)} against {planned}")
         seen.append(hash_everything(optimizer))

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -20,17 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import layerwise
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
-from layerwise.engine import engine
 from layerwise.engine.exchanger import Cohort
 from layerwise.engine.update import Update
 from layerwise.layout.choice import sent_by_rank
-from layerwise.layout.plan import make_plan
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import numbers_of
 from tests.marks import sampled
 from tests.ranks import run_ranks
-from tests.worlds import Zoo, deliver, gradient
+from tests.worlds import Zoo, cohorts_of, deliver, gradient
 
 LAYOUTS = ("flat", "padded", "compact", "replicated", "padded:reference")
 MATRIX: dict[str, Any] = {
@@ -265,7 +262,7 @@ def differences(
 
 
 def build(setup: Setup, module: nn.Module, **more: Any) -> tuple[layerwise.DataParallel, Rules, layerwise.Optimizer]:
-    with mock.patch.object(engine, "make_plan", partial(make_plan, cohort_numel=setup.cohort_numel)):
+    with cohorts_of(setup.cohort_numel):
         model = layerwise.DataParallel(
             module.to(setup.dtype),
             layout=setup.layout,

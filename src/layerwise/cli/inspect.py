@@ -196,16 +196,17 @@ def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule],
     """The plan that `DataParallel` would make of the module on `world` ranks."""
     from layerwise.dtypes import DType
     from layerwise.engine import engine
-    from layerwise.models.table import torch_dtype
+    from layerwise.layout.options import Options, bucket_numel_of
 
-    settings = engine.Settings(
+    dtype = DType(config.parallel.grad_dtype)
+    options = Options(
         layout=config.parallel.layout,
         rules=rules,
         strict=config.routing.strict,
-        bucket_mib=config.parallel.bucket_mib,
-        grad_dtype=torch_dtype(DType(config.parallel.grad_dtype)),
+        grad_dtype=dtype,
+        bucket_numel=bucket_numel_of(config.parallel.bucket_mib, dtype),
     )
-    return engine.plan_for((module,), settings, world=world)
+    return engine.plan_for((module,), options, world=world)
 
 
 def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:

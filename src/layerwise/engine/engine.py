@@ -4,7 +4,6 @@ optimizer that steps it."""
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,25 +17,21 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, destroy, share, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
-from layerwise.dtypes import DType
 from layerwise.engine.gradients import Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer, StepCount
 from layerwise.engine.traffic import Traffic
 from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.kernels.hashing import hash_bits
+from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.slots import Staging
-from layerwise.layout.storage import ParamSync, Reducer, bucket_numel_of
 from layerwise.memory.hooked import hook, is_hooked, unhook
 from layerwise.memory.storage import Storage, one_device
-from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table, plain_dtype
-from layerwise.routing.rules import RouteRule, suspicion
+from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
+from layerwise.routing.rules import suspicion
 from layerwise.routing.spec import DENSE, EXPERT
 
 _SWITCHES = (
-    "strict",
-    "shard_grads",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "align_param_gather",
@@ -47,17 +42,9 @@ _SWITCHES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a DataParallel was asked for; `DataParallel` documents them."""
+    """What a DataParallel was asked for; `DataParallel` documents them. What makes a plan is in `options`."""
 
-    layout: str = "auto"
-    rules: Sequence[RouteRule] | None = None
-    strict: bool = False
-    bucket_mib: float | None = None
-    grad_dtype: torch.dtype = torch.float32
-    reducer: Reducer = "collective"
-    param_sync: ParamSync = "gather"
-    shard_grads: bool = False
-    staging: Staging = "slots"
+    options: Options = DEFAULT_OPTIONS
     ties: Mapping[str, str] = field(default_factory=dict)
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
@@ -68,11 +55,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        mib = self.bucket_mib
-        if mib is not None and not (isinstance(mib, int | float) and math.isfinite(mib) and mib > 0):
-            raise ValueError(f"bucket_mib must be a positive number, got {mib!r}. Leave it out for the default.")
+            check_switch(name, getattr(self, name))
         ahead = self.prefetch
         if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
             raise ValueError(f"prefetch must be a number of buckets, 0 or more, or None for all, got {ahead!r}.")
@@ -88,40 +71,23 @@ class Settings:
 
 def plan_for(
     chunks: Sequence[nn.Module],
-    settings: Settings,
+    options: Options = DEFAULT_OPTIONS,
     *,
     world: int,
     worlds: Mapping[str, int] | None = None,
     ranks: int | None = None,
+    ties: Mapping[str, str] | None = None,
     stages_by_tie: Mapping[str, int] | None = None,
     vocabularies: Collection[tuple[int, int]] = (),
 ) -> Plan:
-    """The plan of live modules (also on the meta device). `vocabularies` are shapes of embeddings on other pipeline
-    stages."""
-    dtype = plain_dtype(settings.grad_dtype, "grad_dtype")
-    if dtype is DType.FP64:
-        raise TypeError("grad_dtype is torch.float64: expected one of fp32, bf16, fp16.")
-    table = param_table(*chunks, vocabularies=vocabularies, ties=settings.ties)
+    """The plan of live modules (also on the meta device). `ties` names the copies here of weights that other pipeline
+    stages hold too, `vocabularies` are shapes of embeddings there."""
+    table = param_table(*chunks, vocabularies=vocabularies, ties=ties or {})
     if not any(param.trainable for param in table):
         raise ValueError(
             f"{type(chunks[0]).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
         )
-    return make_plan(
-        table,
-        world=world,
-        worlds=worlds,
-        ranks=ranks,
-        layout=settings.layout,
-        rules=settings.rules,
-        strict=settings.strict,
-        grad_dtype=dtype,
-        bucket_numel=bucket_numel_of(settings.bucket_mib, dtype),
-        reducer=settings.reducer,
-        param_sync=settings.param_sync,
-        shard_grads=settings.shard_grads,
-        staging=settings.staging,
-        stages_by_tie=stages_by_tie,
-    )
+    return make_plan(table, options, world=world, worlds=worlds, ranks=ranks, stages_by_tie=stages_by_tie)
 
 
 def refuse_sharded(params: Mapping[str, nn.Parameter]) -> None:
@@ -231,7 +197,7 @@ class Engine:
         )
         self.traffic.due.update(self.publisher.due_nbytes)
         self.gradients: Gradients
-        if self.plan.memory == "params":
+        if self.plan.options.memory == "params":
             self.gradients = OwnGradients(self.storage)
         else:
             self.gradients = GradReducer(
@@ -293,10 +259,11 @@ class Engine:
         _refuse_claimed(params)
         plan = plan_for(
             self.chunks,
-            self.settings,
+            self.settings.options,
             world=self.groups.domains[DENSE].world,
             worlds={name: domain.world for name, domain in self.groups.domains.items()},
             ranks=self.groups.world,
+            ties=self.settings.ties,
             stages_by_tie={tie: len(stages) for tie, stages in self.roster.stages_by_tie.items()},
             vocabularies=self.roster.vocabularies,
         )

@@ -112,7 +112,7 @@ class GradReducer:
 
     @property
     def _leases(self) -> bool:
-        return self._storage.plan.shard_grads
+        return self._storage.plan.options.shard_grads
 
     @torch.no_grad()
     def write(self, fqn: str, grad: Tensor, *, sync: bool) -> None:

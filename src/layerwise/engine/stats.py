@@ -19,11 +19,11 @@ from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import count_zeros, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
+from layerwise.layout.stats import HASH_WORDS, stats_sizes
 from layerwise.memory.shards import Shard
 
 _WORD_BITS = 12
 """Bits per consistency word. Sums of squares of such words over up to 2^14 ranks stay exact in fp64."""
-_NUM_WORDS = 2
 
 
 @dataclass(frozen=True)
@@ -136,18 +136,18 @@ class Seen:
 
 
 class _Parts(NamedTuple):
-    """Views of the vector that is reduced, in its order."""
+    """Views of the vector that is reduced, in the order of `StatsSizes`, which says what they are."""
 
-    groups: Tensor  # squared sums, one per norm group
-    zeros: Tensor  # one count
-    problems: Tensor  # one count
-    scaled: Tensor  # one count per pipeline stage
-    unscaled: Tensor  # likewise
-    words: Tensor  # hashes of what ranks must have in common: one for every pipeline stage, then one for every tie
+    groups: Tensor
+    zeros: Tensor
+    problems: Tensor
+    scaled: Tensor
+    unscaled: Tensor
+    words: Tensor
     squared_words: Tensor
-    late: Tensor  # one count per param of any stage
-    missing: Tensor  # likewise
-    nonfinite: Tensor  # likewise
+    late: Tensor
+    missing: Tensor
+    nonfinite: Tensor
 
 
 class StatsPass:
@@ -186,8 +186,9 @@ class StatsPass:
             *self._stage_sizes,
             *(sum(self._stage_sizes[stage] for stage in copies) for _, copies in ties),
         ]
-        num_stages, num_words, num_entries = len(groups.stages), _NUM_WORDS * len(self._senders), len(self._entries)
-        self._sizes = [len(self.names), 1, 1, num_stages, num_stages, num_words, num_words, *[num_entries] * 3]
+        self._sizes = stats_sizes(
+            norm_groups=len(self.names), stages=len(groups.stages), ties=len(ties), params=len(self._entries)
+        )
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
@@ -196,7 +197,7 @@ class StatsPass:
     @property
     def numel(self) -> int:
         """Length of the vector."""
-        return sum(self._sizes)
+        return self._sizes.numel
 
     @property
     def op(self) -> CommOp:
@@ -238,7 +239,7 @@ class StatsPass:
 
     def _hashes(self, mine: Seen) -> Tensor:
         """Words of this rank's settings, at its stage's place and at those of its ties."""
-        words = torch.zeros(len(self._senders), _NUM_WORDS, dtype=torch.float64)
+        words = torch.zeros(len(self._senders), HASH_WORDS, dtype=torch.float64)
         words[self._stage] = torch.tensor(_words(mine.settings), dtype=torch.float64)
         for tie, settings in mine.tie_settings.items():
             words[self._tie_position[tie]] = torch.tensor(_words(settings), dtype=torch.float64)
@@ -251,12 +252,12 @@ class StatsPass:
         return flags
 
     def _parts(self, vector: Tensor) -> _Parts:
-        return _Parts(*torch.split(vector, self._sizes))
+        return _Parts(*torch.split(vector, list(self._sizes)))
 
     def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
         # All senders of a word sent the same exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from
         # reduced values.
-        sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(_NUM_WORDS)
+        sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(HASH_WORDS)
         same = parts.squared_words * sizes == parts.words.square()
         missing = {entry: int(count) for entry, count in zip(self._entries, parts.missing.tolist(), strict=True)}
         return Totals(
@@ -289,4 +290,4 @@ def _is_first_copy(shard: Shard, engine: Engine) -> bool:
 
 def _words(text: str) -> list[int]:
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    return [(digest >> (_WORD_BITS * index)) & ((1 << _WORD_BITS) - 1) for index in range(_NUM_WORDS)]
+    return [(digest >> (_WORD_BITS * index)) & ((1 << _WORD_BITS) - 1) for index in range(HASH_WORDS)]

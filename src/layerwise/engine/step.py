@@ -11,7 +11,7 @@ from typing import NamedTuple
 from layerwise.comm.groups import agree_despite
 from layerwise.comm.roster import check_alike
 from layerwise.dtypes import DType
-from layerwise.engine.algorithms import Options
+from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.loss_scale import LossScale, LossScaler
@@ -66,7 +66,7 @@ class StepPlan(NamedTuple):
 class Live:
     """What the optimizer's options are now."""
 
-    options: Sequence[Options]
+    options: Sequence[LiveOptions]
     """Of every param group, as its rule holds them."""
     settings: Mapping[str, object]
     """The same in words: what all ranks must have in common."""

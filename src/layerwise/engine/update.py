@@ -11,7 +11,7 @@ from torch import Tensor
 from layerwise.comm.scopes import scope
 from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
-from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, products_of, state_names
+from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, LiveOptions, Runs, number, products_of
 from layerwise.engine.engine import Engine
 from layerwise.engine.exchanger import Batch, Cohort, Passage
 from layerwise.engine.gradients import Divisors
@@ -73,7 +73,7 @@ class Update:
         # Masters and state stay where they are; updates may be other tensors in every step.
         self._masters = [[run.of(run.shard.master) for run in members] for members in self._runs]
         self._states = [
-            {name: [run.of(run.shard.state[name]) for run in members] for name in state_names(group.rule.kind)}
+            {name: [run.of(run.shard.state[name]) for run in members] for name in group.rule.state_names}
             for group, members in zip(groups, self._runs, strict=True)
         ]
         self._spans_by_norm_group: dict[str, list[tuple[Shard, Span]]] = {}
@@ -104,7 +104,7 @@ class Update:
         self._home_state = {
             batch: {
                 name: torch.zeros(len(batch.items), *shape, dtype=torch.float32, device=self._device)
-                for name, shape in MATRIX[groups[batch.group].rule.kind].home_state(*batch.logical_shape).items()
+                for name, shape in groups[batch.group].rule.home_state(*batch.logical_shape).items()
             }
             for cohorts in self._cohorts
             for cohort in cohorts
@@ -116,9 +116,9 @@ class Update:
         it into being."""
         for shard in self._shards:
             shard.state.clear()  # of an optimizer that is gone
-            rules = {self._groups[self._group_of[fqn]].rule.kind for fqn in shard.plan.fqns}
-            for kind in sorted(rules):
-                for name in state_names(kind):
+            rules = {self._groups[self._group_of[fqn]].rule for fqn in shard.plan.fqns}
+            for rule in sorted(rules, key=lambda rule: rule.kind):
+                for name in rule.state_names:
                     shard.state.setdefault(name, torch.zeros_like(shard.master))
 
     def average(self, divisors: Divisors, coefficients: Mapping[str, float]) -> None:
@@ -137,12 +137,12 @@ class Update:
             if coefficients[name] < 1.0:
                 torch._foreach_mul_([shard.update[span.part] for shard, span in spans], coefficients[name])
 
-    def momentum(self, options: Sequence[Options], step: int) -> None:
+    def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
         """What comes before a matrix is orthogonalised, element by element."""
         for index in self._matrix_groups:
             self._elementwise(index, options[index], step)
 
-    def orthogonalise(self, options: Sequence[Options], step: int) -> None:
+    def orthogonalise(self, options: Sequence[LiveOptions], step: int) -> None:
         """Matrices to their homes, Newton-Schulz there, and back into the masters; what no matrix rule manages is updated
         as soon as there is something to wait for."""
         others = list(self._other_groups)
@@ -163,7 +163,7 @@ class Update:
             for cohort in cohorts:
                 cohort.unbind()
 
-    def _elementwise(self, index: int, live: Options, step: int) -> None:
+    def _elementwise(self, index: int, live: LiveOptions, step: int) -> None:
         """Decay and the part of the rule that needs no whole matrix."""
         group = self._groups[index]
         runs = Runs(
@@ -184,7 +184,7 @@ class Update:
             else:
                 ELEMENTWISE[group.rule.kind].update_(runs, live, step)
 
-    def _walk(self, cohorts: Sequence[Cohort], options: Sequence[Options], meanwhile: Callable[[], None]) -> None:
+    def _walk(self, cohorts: Sequence[Cohort], options: Sequence[LiveOptions], meanwhile: Callable[[], None]) -> None:
         """While one cohort is orthogonalised the next is on its way, and the one before is coming back. While the first is
         under way alone there is time for something else."""
         incoming: dict[int, Passage] = {}
@@ -211,14 +211,14 @@ class Update:
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
 
-    def _direction(self, batch: Batch, update_BMN: Tensor, options: Options) -> Tensor:
+    def _direction(self, batch: Batch, update_BMN: Tensor, options: LiveOptions) -> Tensor:
         """The orthogonalised update of a batch. Rules see logical matrices; storage order comes back."""
         algorithm = MATRIX[self._groups[batch.group].rule.kind]
         logical = update_BMN.mT if batch.transposed else update_BMN
         direction = algorithm.direction(logical, options, self._home_state[batch])
         return direction.mT.contiguous() if batch.transposed else direction
 
-    def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[Options]) -> None:
+    def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[LiveOptions]) -> None:
         """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
         cohort.store(passage)
         factors = []
@@ -229,7 +229,7 @@ class Update:
         with scope(f"update masters of {cohort.label}"):
             subtract_scaled_([region.master for region in cohort.owned], cohort.updates(), factors)
 
-    def products(self, options: Sequence[Options]) -> dict[str, str]:
+    def products(self, options: Sequence[LiveOptions]) -> dict[str, str]:
         """Which kernels multiply, and why, for every `ns_dtype` of the matrix rules."""
         chosen = {
             str(live["ns_dtype"]): products_of(live, self._device)
@@ -244,8 +244,7 @@ class Update:
         found: dict[str, dict[str, Tensor]] = {}
         for shard in self._shards:
             for fqn in shard.plan.fqns:
-                names = state_names(self._groups[self._group_of[fqn]].rule.kind)
-                tensors = {name: shard.state[name] for name in names}
+                tensors = {name: shard.state[name] for name in self._groups[self._group_of[fqn]].rule.state_names}
                 if shard.is_apart:
                     tensors["master"] = shard.master
                 spans = shard.spans_by_fqn.get(fqn, [])
@@ -265,7 +264,7 @@ class Update:
                 rule = self._groups[self._group_of[item.matrix.fqn]].rule
                 if not rule.is_matrix_rule:
                     continue
-                for name in MATRIX[rule.kind].home_state(*item.matrix.logical_shape):
+                for name in rule.home_state(*item.matrix.logical_shape):
                     nothing = torch.zeros(0, dtype=torch.float32, device=self._device)
                     found[item.matrix.fqn][f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)
 

@@ -5,7 +5,8 @@ Every rank's box is known to every rank, as plain numbers. Ranks with the same b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,19 @@ from layerwise.layout.shards import Held, Ranks, WorkPolicy
 from layerwise.layout.spans import Block, Span, numel_in
 from layerwise.routing.geometry import Box
 from layerwise.routing.matrices import Matrix
+from layerwise.routing.rules import Route
+from layerwise.routing.spec import ParamTable
+
+
+def whole_params(
+    table: ParamTable, routes: Mapping[str, Route], world_by_domain: Mapping[str, int]
+) -> tuple[BoxShards, ...]:
+    """Every trainable param whole on every rank of its domain, in backward order."""
+    trainable = [param for param in reversed(table.params) if routes[param.fqn].family != "frozen"]
+    return tuple(
+        BoxShards.whole(index, param.domain, param.fqn, param.shape, world_by_domain[param.domain])
+        for index, param in enumerate(trainable)
+    )
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,9 @@ class BoxShards:
             for box, ranks in found.items()
         }
 
+    def param_numel(self, fqn: str) -> int:
+        return math.prod(self.shape)
+
     def shard_numel(self, rank: int) -> int:
         return self.boxes[rank].numel
 
@@ -84,6 +101,11 @@ class BoxShards:
             elif numel:
                 found.append((rank, rank + 1, numel))
         return found
+
+    def to_json(self) -> dict[str, object]:
+        """As plain data, for ranks to compare."""
+        boxes = {str(list(map(list, box))): repr(ranks) for box, ranks in self._ranks_by_box.items()}
+        return {"label": self.label, "domain": self.domain, "boxes": boxes, "work": self.work}
 
     def _numel_on(self, matrix: Matrix, rank: int) -> int:
         return sum(numel_in(matrix, span) for span in self.spans(rank))

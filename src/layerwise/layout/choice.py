@@ -16,6 +16,7 @@ from typing import NamedTuple
 from layerwise.dtypes import DType
 from layerwise.layout.cost import newton_schulz_flops, resolve_method
 from layerwise.layout.schedule import CommOp, build_schedule, wire_nbytes
+from layerwise.layout.shards import ShardPlan
 from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, Layout
 from layerwise.layout.work import WorkPlan
 from layerwise.units import format_nbytes
@@ -84,6 +85,7 @@ class Draft(NamedTuple):
 
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
+    own: tuple[ShardPlan, ...] = ()
 
 
 def choose_layouts(

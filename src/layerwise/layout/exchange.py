@@ -13,10 +13,11 @@ from operator import add
 from typing import NamedTuple
 
 from layerwise.layout.intervals import Equal, held_equally
-from layerwise.layout.shards import Held, ShardPlan, nearest, pieces_of
+from layerwise.layout.shards import Held, Ranks, ShardPlan, nearest, param_whole_on, pieces_of
 from layerwise.layout.spans import Region, numel_in, regions_of
 from layerwise.layout.storage import BucketPlan
 from layerwise.layout.work import WorkItem, WorkPlan
+from layerwise.routing.matrices import Matrix
 
 
 class Parcel(NamedTuple):
@@ -146,33 +147,52 @@ def moved_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tup
     all ranks at once, without building their tables."""
     totals: dict[int, tuple[list[int], list[int]]] = {}
     held: dict[int, _Held] = {}
+    param: _Param | None = None
     for item in work.items:
         matrix, index, homes, cohort = item
-        plan = plans[index]
-        if isinstance(plan, BucketPlan) and not plan.shards.is_split and len(homes) == plan.world:
-            continue  # every rank has it and does it
+        if param is None or matrix.fqn != param.fqn:
+            param = _Param.of(plans[index], matrix)
+        if homes == param.whole_on:
+            continue  # it is where it has to be
         if cohort not in totals:
             totals[cohort], held[cohort] = ([0] * work.world, [0] * work.world), _Held(work.world)
         there, back = totals[cohort]
         numel, home = matrix.rows * matrix.cols, homes[0]
-        if len(homes) == 1 and len(matrix.grid) == 1 and isinstance(plan, BucketPlan):
-            shards = plan.shards
-            if isinstance(shards, Equal):  # tens of thousands of matrices over thousands of ranks
-                at_home = held[cohort].add_stretch(plan, shards, plan.begins_at(matrix), numel, home)
-                there[home] -= at_home
-                back[home] += numel - at_home
+        if param.each and len(homes) == 1 and len(matrix.grid) == 1:
+            # Tens of thousands of matrices over thousands of ranks.
+            start = param.offset + matrix.box.starts[0]
+            at_home = held[cohort].add_stretch(index, param.each, start, start + numel, home)
+        else:
+            runs = param.plan.holders(matrix)
+            if len(homes) > 1 or sum((stop - first) * count for first, stop, count in runs) != numel:
+                for sender, count, is_back in _copied_moves(param.plan, item):
+                    (back if is_back else there)[sender] += count
                 continue
-        runs = plan.holders(matrix)
-        if len(homes) == 1 and sum((stop - first) * count for first, stop, count in runs) == numel:
             at_home = held[cohort].add(runs, home)
-            there[home] -= at_home
-            back[home] += numel - at_home
-            continue
-        for sender, count, is_back in _copied_moves(plan, item):
-            (back if is_back else there)[sender] += count
+        there[home] -= at_home
+        back[home] += numel - at_home
     for cohort, (there, _) in totals.items():
         there[:] = map(add, there, held[cohort].by_rank())
     return totals
+
+
+class _Param(NamedTuple):
+    """What is the same for all matrices of a param."""
+
+    plan: ShardPlan
+    fqn: str
+    whole_on: Ranks
+    each: int
+    """Elements of every rank, where it lies in a bucket that is cut evenly."""
+    offset: int
+    """Where it lies there."""
+
+    @classmethod
+    def of(cls, plan: ShardPlan, matrix: Matrix) -> _Param:
+        each, offset = 0, 0
+        if isinstance(plan, BucketPlan) and isinstance(plan.shards, Equal):
+            each, offset = plan.shards.each, plan.offset_of(matrix.fqn)
+        return cls(plan, matrix.fqn, param_whole_on(plan, matrix), each, offset)
 
 
 def _copied_moves(plan: ShardPlan, item: WorkItem) -> Iterator[tuple[int, int, bool]]:
@@ -208,12 +228,11 @@ class _Held:
                 at_home += numel
         return at_home
 
-    def add_stretch(self, bucket: BucketPlan, shards: Equal, start: int, numel: int, home: int) -> int:
+    def add_stretch(self, bucket: int, each: int, start: int, stop: int, home: int) -> int:
         """Count a matrix that is one stretch of a bucket of equal shards."""
-        stop = start + numel
-        if start != self._stop or bucket.index != self._bucket:
+        if start != self._stop or bucket != self._bucket:
             self._close()
-            self._start, self._each, self._bucket = start, shards.numel // shards.world, bucket.index
+            self._start, self._each, self._bucket = start, each, bucket
         self._stop = stop
         low = home * self._each
         high = low + self._each

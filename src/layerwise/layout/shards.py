@@ -50,6 +50,9 @@ class ShardPlan(Protocol):
     @property
     def work(self) -> WorkPolicy: ...
 
+    def param_numel(self, fqn: str) -> int:
+        """Elements of one of the params."""
+
     def shard_numel(self, rank: int) -> int:
         """Elements of a rank's shard, padding included."""
 
@@ -68,6 +71,9 @@ class ShardPlan(Protocol):
     def holders(self, matrix: Matrix) -> list[Held]:
         """How much of a matrix each rank holds, copies counted for each of them; in order of rank."""
 
+    def to_json(self) -> dict[str, object]:
+        """As plain data, for ranks to compare."""
+
 
 class Piece(NamedTuple):
     """A span that has elements of a matrix, of the first rank that holds it, and all ranks that do."""
@@ -83,6 +89,15 @@ def pieces_of(plan: ShardPlan, matrix: Matrix) -> Iterator[Piece]:
             holders = plan.copies(span, rank)
             if holders[0] == rank and numel_in(matrix, span):
                 yield Piece(span, holders)
+
+
+def param_whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:
+    """The ranks that hold all of a matrix's param in one span: what counts for it counts for all matrices of the param,
+    and some params have hundreds."""
+    first = plan.ranks_of(matrix)[0]
+    spans = plan.spans_of(matrix.fqn, first)
+    is_whole = len(spans) == 1 and spans[0].numel == plan.param_numel(matrix.fqn)
+    return plan.copies(spans[0], first) if is_whole else ()
 
 
 def whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:

@@ -35,7 +35,6 @@ from layerwise.routing.geometry import ceil_to
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamSpec, ParamTable
-from layerwise.units import MIB
 
 Layout = Literal["flat", "padded", "compact", "replicated", "padded:reference", "padded:reference-numel"]
 LAYOUTS: tuple[Layout, ...] = (
@@ -149,6 +148,9 @@ class BucketPlan:
     def _placement_of(self) -> dict[str, Placement]:
         return {placement.fqn: placement for placement in self.placements}
 
+    def param_numel(self, fqn: str) -> int:
+        return self._placement_of[fqn].numel
+
     def shard_numel(self, rank: int) -> int:
         return self.shards.stop(rank) - self.shards.start(rank)
 
@@ -201,9 +203,22 @@ class BucketPlan:
         )
         return [run for run in found if run[2]]
 
-    def begins_at(self, matrix: Matrix) -> int:
-        """Where the first element of a matrix lies in the bucket."""
-        return self._placement_of[matrix.fqn].offset + matrix.flat_start
+    def to_json(self) -> dict[str, object]:
+        return {
+            "label": self.label,
+            "offset": self.offset,
+            "numel": self.numel,
+            "shards": self.shards.to_json(),
+            "work": self.work,
+            "tie": self.tie,
+            "reducer": self.reducer,
+            "publisher": self.publisher,
+            "params": [[placement.fqn, placement.offset, placement.numel] for placement in self.placements],
+        }
+
+    def offset_of(self, fqn: str) -> int:
+        """Where a param begins in the bucket."""
+        return self._placement_of[fqn].offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +244,6 @@ def default_bucket_numel(world: int) -> int:
     """Megatron's rule: 40 M elements, or 1 M for every rank where there are more than 40, so that messages stay
     large."""
     return max(40_000_000, 1_000_000 * world)
-
-
-def bucket_numel_of(mib: float | None, grad_dtype: DType) -> int | None:
-    """Elements of a bucket of so many MiB of gradients; None leaves it to the default."""
-    return None if mib is None else max(1, int(mib * MIB) // grad_dtype.itemsize)
 
 
 class _Cut(NamedTuple):

@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from layerwise.layout.cost import newton_schulz_cost
-from layerwise.layout.shards import Held, Ranks, ShardPlan, whole_on
+from layerwise.layout.shards import Held, Ranks, ShardPlan, param_whole_on, whole_on
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route
 
@@ -189,6 +189,9 @@ def _given_homes(stack: _Stack) -> list[Ranks | None]:
     """The homes that the shard plan's policy decides for the matrices of a param; None for those that are dealt out."""
     if stack.plan.work == "balance" and stack.plan.world > 1:
         return [None] * len(stack.matrices)
+    everything = param_whole_on(stack.plan, stack.matrices[0])
+    if everything:
+        return [everything if stack.plan.work == "repeat" else _one_rank(everything[0])] * len(stack.matrices)
     found: list[Ranks | None] = []
     for matrix in stack.matrices:
         ranks = whole_on(stack.plan, matrix)

@@ -162,7 +162,7 @@ class Storage:
     def slots(self, passages: Sequence[Sequence[int]]) -> Slots:
         """Staging memory for passages of so many bytes, domain by domain."""
         itemsize = self.plan.grad_dtype.itemsize
-        runs = usable(self.plan.idle_runs(self.ranks), itemsize) if self.plan.staging == "gradients" else []
+        runs = usable(self.plan.idle_runs(self.ranks), itemsize) if self.plan.options.staging == "gradients" else []
         plan = place_slots(passages, [run.stop - run.start for run in runs])
         return Slots(plan, self.device, [self._idle_bytes(run) for run in runs])
 

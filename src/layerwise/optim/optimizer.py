@@ -20,18 +20,18 @@ from layerwise.comm.groups import (
 from layerwise.comm.roster import check_alike
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
-from layerwise.dtypes import DType
-from layerwise.engine.algorithms import Options
+from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.engine import Engine, Settings, refuse_sharded
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
-from layerwise.engine.param_groups import GroupPlan, live_rule, plan_groups
+from layerwise.engine.param_groups import live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
 from layerwise.errors import StateError, warn
-from layerwise.layout.plan import Plan
+from layerwise.layout.options import Options
 from layerwise.layout.schedule import CommSchedule
+from layerwise.layout.wire import wire_dtypes
 from layerwise.models.table import named_params
 from layerwise.models.tracing import never_traced
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
@@ -117,7 +117,8 @@ class Optimizer(torch.optim.Optimizer):
         self._planned = planned
         super().__init__([group.as_param_group(self._engine.storage.params) for group in planned.groups], {})
         self._is_sealed = True
-        self._stepper = Stepper(self._engine, planned, wire_dtypes(self._engine.plan, planned.groups))
+        dtypes = {fqn: group.rule.wire_dtype for group in planned.groups for fqn in group.fqns}
+        self._stepper = Stepper(self._engine, planned, wire_dtypes(self._engine.plan.works, dtypes))
         self._planned_ns_dtypes = self._ns_dtypes()
         check_alike(groups, self._engine.roster, "is updated", self._tie_settings())
         for fqn, tensors in self._stepper.update.state_by_fqn().items():
@@ -142,7 +143,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _is_wrapped(self) -> bool:
         """Whether gradients go to buckets, and not to the params' own `.grad`."""
-        return self._engine.plan.memory == "buffers"
+        return self._engine.plan.options.memory == "buffers"
 
     @property
     def stats(self) -> StepStats:
@@ -288,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):
     def _live(self) -> Live:
         """The options as they are now: a scheduler or the user may have put anything there."""
         problem: Exception | None = None
-        options: list[Options] = []
+        options: list[LiveOptions] = []
         try:
             options = [live_rule(index, group).options() for index, group in enumerate(self.param_groups)]
             if self._ns_dtypes() != self._planned_ns_dtypes:
@@ -342,17 +343,5 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
             "Wrap it: layerwise.DataParallel(module)."
         )
-    settings = Settings(layout="flat", rules=rules, strict=strict, overlap_grad_reduce=False)
+    settings = Settings(options=Options(rules=rules, strict=strict, memory="params"), overlap_grad_reduce=False)
     return Engine((model,), alone(), settings)
-
-
-def wire_dtypes(plan: Plan, groups: tuple[GroupPlan, ...]) -> dict[tuple[str, int], DType]:
-    """How each cohort travels: in fp32 as soon as one of its matrices needs that, else in bf16."""
-    rule_of = {fqn: group.rule for group in groups for fqn in group.fqns}
-    found: dict[tuple[str, int], DType] = {}
-    for work in plan.works:
-        for item in work.items:
-            dtype = getattr(rule_of[item.matrix.fqn], "wire_dtype", DType.BF16)
-            if dtype is DType.FP32 or (work.domain, item.cohort) not in found:
-                found[work.domain, item.cohort] = dtype
-    return found

@@ -27,12 +27,14 @@ from layerwise.engine.engine import Engine, Settings
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer
 from layerwise.errors import StateError
+from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
 from layerwise.models.names import named_buffers, named_parameters, unwrapped
+from layerwise.models.table import plain_dtype
 from layerwise.models.tracing import never_traced
 from layerwise.parallel.watch import refuse_scripted, watch_forward
 from layerwise.routing.rules import RouteRule
@@ -129,16 +131,20 @@ class DataParallel(nn.Module):
                 )
             if overlap_param_gather:
                 refuse_scripted(chunks)
-            settings = Settings(
+            dtype = plain_dtype(grad_dtype, "grad_dtype")
+            options = Options(
                 layout=layout,
                 rules=rules,
                 strict=strict,
-                bucket_mib=bucket_mib,
-                grad_dtype=grad_dtype,
+                grad_dtype=dtype,
+                bucket_numel=bucket_numel_of(bucket_mib, dtype),
                 reducer=reducer,
                 param_sync=param_sync,
                 shard_grads=shard_grads,
                 staging=staging,
+            )
+            settings = Settings(
+                options=options,
                 ties={} if ties is None else ties,
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,

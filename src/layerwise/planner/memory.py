@@ -7,12 +7,14 @@ and what a communication library allocates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import add
 from typing import NamedTuple, TypeAlias
 
+from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
 from layerwise.layout.choice import spread
 from layerwise.layout.plan import Plan
@@ -20,7 +22,7 @@ from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan
 from layerwise.layout.work import WorkPlan
-from layerwise.planner.rules import STATE_TENSORS, Rules, home_state_numel, wire_dtypes
+from layerwise.planner.rules import Rules, wire_dtypes_for
 from layerwise.planner.timing import numbers_of
 
 _FP32 = DType.FP32.itemsize
@@ -93,14 +95,14 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
         full += _full_grads(plan, buffer)
         masters = _plus(masters, held, 0 if buffer.key.dtype is DType.FP32 else _FP32)
         grads = _plus(grads, held, each)
-        state = _plus(state, held, _FP32 * STATE_TENSORS[rules.of(buffer.key.family).kind])
+        state = _plus(state, held, _FP32 * len(rules.of(buffer.key.family).state_names))
         reducing = _plus(reducing, spread(_reduction_staging(plan, buffer), plan.world))
     batches = [0] * plan.world
     passages: list[list[list[int]]] = []
     if rules.matrix.is_matrix_rule:
-        dtypes = wire_dtypes(plan, rules)
+        dtypes = wire_dtypes_for(plan, rules)
         for work in plan.works:
-            homes = _home_numels(work, rules.matrix.kind)
+            homes = _home_numels(work, rules.matrix)
             state = _plus(state, spread(homes.state, plan.world), _FP32)
             # One domain after the other, one cohort's matrices and what becomes of them at a time.
             sizes = [dtypes[work.domain, cohort].itemsize for cohort in range(work.num_cohorts)]
@@ -183,14 +185,14 @@ class _Homes(NamedTuple):
     """Numbers of state that lives with them, per rank."""
 
 
-def _home_numels(work: WorkPlan, kind: str) -> _Homes:
+def _home_numels(work: WorkPlan, rule: Rule) -> _Homes:
     by_cohort: dict[int, list[int]] = {}
     state = [0] * work.world
     everywhere = [0] * work.num_cohorts
     state_everywhere = 0
-    has_state = bool(home_state_numel(kind, 1, 1))
+    has_state = bool(rule.home_state(1, 1))
     for matrix, _, homes, cohort in work.items:
-        kept = home_state_numel(kind, *matrix.logical_shape) if has_state else 0
+        kept = sum(map(math.prod, rule.home_state(*matrix.logical_shape).values())) if has_state else 0
         if len(homes) == work.world:
             everywhere[cohort] += matrix.rows * matrix.cols
             state_everywhere += kept
@@ -243,7 +245,7 @@ def _own_slots(plan: Plan, passages: Sequence[Sequence[Sequence[int]]]) -> list[
     for rank in range(plan.world):
         mine = [[passage[rank] for passage in domain] for domain in passages]
         regions = []
-        if plan.staging == "gradients":
+        if plan.options.staging == "gradients":
             regions = [run.stop - run.start for run in usable(plan.idle_runs(numbers_of(plan, rank)), itemsize)]
         key = repr((mine, regions))
         if key not in known:

@@ -10,6 +10,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.engine.reducer import GradReducer
 from layerwise.errors import StateError
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.schedule import CommOp
 from layerwise.layout.storage import GRAD_SLOTS, Reducer
@@ -36,7 +37,7 @@ class Recording(Communicator):
 def parts() -> tuple[GradReducer, Recording, Storage]:
     """Four matrices and a norm, every param in a bucket of its own; the last layer is in bucket 1, after the norm."""
     module = shapes_module([(4, 4)] * 4)
-    plan = make_plan(param_table(module), world=1, layout="flat", bucket_numel=1)
+    plan = make_plan(param_table(module), Options(layout="flat", bucket_numel=1), world=1)
     storage = Storage(plan, named_trainables(module), {"dense": 0})
     communicator = Recording()
     return GradReducer(storage, {"dense": communicator}, {}, overlap=True), communicator, storage
@@ -164,7 +165,7 @@ def released(
 ) -> tuple[GradReducer, Twins, Storage]:
     """Matrices of one size, each in a bucket of its own, whose full gradients are released once reduced."""
     modules = [shapes_module([(16, 16)] * layers) for _ in range(chunks)]
-    plan = make_plan(param_table(*modules), world=2, layout="flat", bucket_numel=1, shard_grads=shard_grads)
+    plan = make_plan(param_table(*modules), Options(layout="flat", bucket_numel=1, shard_grads=shard_grads), world=2)
     storage = Storage(plan, named_trainables(*modules), {"dense": 0})
     twins = Twins(says_ready=says_ready)
     twins.overwrites = True
@@ -360,7 +361,9 @@ def test_a_later_chunk_is_launched_at_once_and_the_first_bucket_by_bucket() -> N
 def test_a_bucket_of_one_rank_loses_nothing_when_a_block_follows_a_synchronised_backward(reducer: Reducer) -> None:
     """Where a domain is one rank there is nothing to release, whatever is done elsewhere."""
     module = shapes_module([(8, 8)] * 2)
-    plan = make_plan(param_table(module), world=1, layout="flat", bucket_numel=1, reducer=reducer, shard_grads=True)
+    plan = make_plan(
+        param_table(module), Options(layout="flat", bucket_numel=1, reducer=reducer, shard_grads=True), world=1
+    )
     storage = Storage(plan, named_trainables(module), {"dense": 0})
     parts = GradReducer(storage, {"dense": Communicator(None)}, {}, overlap=True)
     for value, sync in ((1.0, True), (2.0, False), (4.0, True)):

@@ -8,6 +8,7 @@ from torch import nn
 
 from layerwise.dtypes import DType
 from layerwise.errors import StateError
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.storage import GRAD_SLOTS, LAYOUTS
 from layerwise.memory.storage import GradRing, Storage
@@ -18,7 +19,7 @@ SHARDED = ("flat", "padded", "compact")
 
 
 def storage_of(module: nn.Module, *, world: int = 1, rank: int = 0, layout: str = "flat", **options: Any) -> Storage:
-    plan = make_plan(param_table(module), world=world, layout=layout, bucket_numel=300, **options)
+    plan = make_plan(param_table(module), Options(layout=layout, bucket_numel=300, **options), world=world)
     return Storage(plan, named_trainables(module), {"dense": rank})
 
 

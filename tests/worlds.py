@@ -25,6 +25,7 @@ import layerwise
 from layerwise.engine import engine
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
+from layerwise.memory.storage import Storage
 from layerwise.routing.spec import ParamTable
 from tests.reference.oracle import Hyper, Oracle
 
@@ -465,10 +466,10 @@ def put_together(model: layerwise.DataParallel) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     storage = model.engine.storage
     for shard in storage.shards:
-        held = {"gradient": shard.update, "master": shard.master, **shard.state}
+        parts = {"gradient": shard.update, "master": shard.master, **shard.state}
         rank = storage.ranks[shard.plan.domain]
         for fqn in shard.plan.fqns:
-            for name, tensor in held.items():
+            for name, tensor in parts.items():
                 found[f"{name} of {fqn}"] = full = torch.zeros(storage.params[fqn].numel())
                 for span in shard.spans_by_fqn.get(fqn, []):
                     if shard.plan.copies(span, rank)[0] == rank:  # of copies, one counts
@@ -518,16 +519,20 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
+def held(storage: Storage) -> list[Tensor]:
+    """What a rank has of a model, gradients aside: what it reads, masters and state."""
+    tensors = [replica.weights for replica in storage.replicas]
+    for shard in storage.shards:
+        tensors += [shard.weight, shard.master, *(shard.state[name] for name in sorted(shard.state))]
+    return tensors
+
+
 def hash_everything(optimizer: layerwise.Optimizer) -> str:
     """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them. Not of
     how it was asked for: runs with another reducer can be compared."""
     storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
     optimizer._engine.publisher.ensure_all()
-    tensors: list[Tensor] = []
-    for replica in storage.replicas:
-        tensors.append(replica.weights)
-    for shard in storage.shards:
-        tensors += [shard.master, *(shard.state[name] for name in sorted(shard.state))]
+    tensors = held(storage)
     for param in storage.params.values():
         tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
     frozen = [param for chunk in chunks for param in chunk.parameters() if not param.requires_grad]

@@ -164,7 +164,7 @@ def memory_nbytes(plan: Plan) -> dict[str, int]:
         states = 1 if buffer.key.family == "matrix" else 2
         for bucket in buffer.buckets:
             for rank in range(plan.world):
-                numel = bucket.shard_numel(bucket.shard_of(rank))
+                numel = bucket.shard_numel(rank)
                 masters[rank] += numel * (0 if buffer.key.dtype is DType.FP32 else DType.FP32.itemsize)
                 moments[rank] += numel * states * DType.FP32.itemsize
     fullest = max(range(plan.world), key=lambda rank: masters[rank] + moments[rank])

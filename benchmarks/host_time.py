@@ -35,7 +35,6 @@ import layerwise
 
 RESULTS = Path(__file__).parent / "results" / "host_time.json"
 SOURCES = Path(layerwise.__file__).parent
-COUNTS = (100, 400, 1600)
 STEPS, WARM_UP = 25, 3
 SAMPLE_S = 0.001
 GOAL_US = 2.0
@@ -52,7 +51,11 @@ def matrices(count: int) -> nn.Module:
     return nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(count))
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {"param": vectors, "matrix": matrices}
+MODELS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
+    "param": (vectors, (100, 400, 1600)),
+    "matrix": (matrices, (50, 200, 800)),
+}
+"""What is counted, a model with so many of them, and how many."""
 
 
 @contextmanager
@@ -82,7 +85,7 @@ def where(frame: FrameType | None) -> str:
 
 
 def measure(make: Callable[[int], nn.Module], count: int) -> tuple[float, Counter[str]]:
-    """Microseconds of CPU time of one step, and where samples of all steps fell."""
+    """Microseconds of CPU time of the quickest step, and where samples of all steps fell."""
     model = layerwise.DataParallel(make(count))
     # One short iteration of Newton-Schulz: how long it takes is no matter here.
     muon = layerwise.Muon(lr=1e-3, ns_dtype="fp32", coefficients=[(1.5, -0.5, 0.0)], steps=1)
@@ -99,28 +102,28 @@ def measure(make: Callable[[int], nn.Module], count: int) -> tuple[float, Counte
             optimizer.step()
             times.append((time.thread_time() - begin) * 1e6)
     model.unwrap()
-    return statistics.median(times), samples
+    return min(times), samples
 
 
 def slope(xs: tuple[int, ...], ys: list[float]) -> float:
     return statistics.linear_regression(xs, ys).slope
 
 
-def grown(make: Callable[[int], nn.Module]) -> dict[str, Any]:
+def grown(make: Callable[[int], nn.Module], counts: tuple[int, ...]) -> dict[str, Any]:
     """How a step grows with the model: in all, and by function."""
-    found = [measure(make, count) for count in COUNTS]
+    found = [measure(make, count) for count in counts]
     totals = [total for total, _ in found]
     shares = [{name: hits / max(samples.total(), 1) for name, hits in samples.items()} for _, samples in found]
     names = set().union(*shares)
     by_function = {
-        name: slope(COUNTS, [total * share.get(name, 0.0) for total, share in zip(totals, shares, strict=True)])
+        name: slope(counts, [total * share.get(name, 0.0) for total, share in zip(totals, shares, strict=True)])
         for name in names
     }
     arithmetic = sum(us for name, us in by_function.items() if name.startswith("kernels/"))
-    whole = slope(COUNTS, totals)
+    whole = slope(counts, totals)
     ranked = sorted(by_function.items(), key=lambda item: (-item[1], item[0]))
     return {
-        "step_us": {str(count): round(total) for count, total in zip(COUNTS, totals, strict=True)},
+        "step_us": {str(count): round(total) for count, total in zip(counts, totals, strict=True)},
         "us_each": round(whole, 2),
         "arithmetic_us_each": round(arithmetic, 2),
         "host_us_each": round(whole - arithmetic, 2),
@@ -134,7 +137,7 @@ def main() -> int:
     keep = parser.parse_args().keep
     torch.set_num_threads(1)
     load_before = os.getloadavg()[0]
-    rows = {name: grown(make) for name, make in MODELS.items()}
+    rows = {name: grown(make, counts) for name, (make, counts) in MODELS.items()}
     last = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     kept = {**last.get("kept", {}), **({keep: last["rows"]} if keep else {})}
     report = {

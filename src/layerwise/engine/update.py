@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.scopes import scope
-from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
 from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, products_of, state_names
 from layerwise.engine.engine import Engine
 from layerwise.engine.exchanger import Batch, Cohort, Passage
+from layerwise.engine.factors import Factors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
 from layerwise.layout.schedule import CommSchedule, pipelined
@@ -75,10 +75,12 @@ class Update:
             _tensors_of([run for run in runs if run.group == index], state_names(group.rule.kind))
             for index, group in enumerate(groups)
         ]
-        self._spans_by_norm_group: dict[str, list[Tensor]] = {}
+        names = sorted(set(norm_group_of.values()))
+        numbers = {fqn: names.index(name) for fqn, name in norm_group_of.items()}
+        self._runs_by_norm_group: dict[str, list[Tensor]] = {name: [] for name in names}
         for bucket in self._buckets:
-            for span in bucket.spans:
-                self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append(bucket.work[span.part])
+            for run in _runs_of(bucket, numbers):
+                self._runs_by_norm_group[names[run.group]].append(run.of(bucket.work))
         self._cohorts = [
             [
                 Cohort(
@@ -94,6 +96,11 @@ class Update:
             ]
             for work in (engine.plan.works if exchange else ())
         ]
+        self._factors = {
+            cohort: Factors((self._group_of[region.fqn], region.matrix.logical_shape) for region in cohort.owned)
+            for cohorts in self._cohorts
+            for cohort in cohorts
+        }
         travelling = [[cohort for cohort in cohorts if cohort.travels] for cohorts in self._cohorts]
         self.slots = engine.slots = engine.storage.slots(
             [[cohort.passage_nbytes for cohort in cohorts] for cohorts in travelling]
@@ -129,9 +136,9 @@ class Update:
         """
         if divisor != 1.0:
             torch._foreach_div_([bucket.work for bucket in self._buckets], divisor)
-        for name, spans in self._spans_by_norm_group.items():
-            if coefficients[name] < 1.0:
-                torch._foreach_mul_(spans, coefficients[name])
+        for name, stretches in self._runs_by_norm_group.items():
+            if stretches and coefficients[name] < 1.0:
+                torch._foreach_mul_(stretches, coefficients[name])
         matrix, other = (
             [index for index, group in enumerate(self._groups) if group.rule.is_matrix_rule is wanted]
             for wanted in (True, False)
@@ -206,11 +213,7 @@ class Update:
     def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[Options]) -> None:
         """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
         cohort.store(passage)
-        factors = []
-        for region in cohort.owned:
-            live = options[self._group_of[region.fqn]]
-            scale = update_scale(str(live["scale"]), *region.matrix.logical_shape)
-            factors.append(number(live, "lr") * scale * number(live, "extra_scale"))
+        factors = self._factors[cohort].under(options)
         with scope(f"update masters of {cohort.label}"):
             subtract_scaled_(
                 [region.master for region in cohort.owned], [region.update for region in cohort.owned], factors

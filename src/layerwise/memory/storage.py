@@ -15,7 +15,7 @@ from layerwise.errors import StateError, listed
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import IdleRun, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan, Span
-from layerwise.memory.hooked import grad_of
+from layerwise.memory.places import Places
 from layerwise.memory.slots import Slots
 from layerwise.models.table import torch_dtype
 from layerwise.routing.geometry import Box, flat_index, row_major_strides
@@ -196,8 +196,6 @@ class Storage:
         self.buckets: tuple[Bucket, ...] = ()
         self._grad_parts: dict[str, tuple[Bucket, slice, torch.Size]] = {}
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads, where those stay
-        self._addresses: dict[str, int] = {}  # of each param's place in the replica; its own storage may move away
-        self._versions: dict[str, int] = {}
         self._full_grads: list[Tensor | None] = []
         found: dict[int, Bucket] = {}
         self.device = device = one_device(self.params)
@@ -210,6 +208,8 @@ class Storage:
                 found[bucket.index] = self._bucket(bucket, replica[part], None if grad is None else grad[part], ring)
         self.buckets = tuple(found[index] for index in sorted(found))
         self._adopt_params()
+        self._fqns = tuple(self.params)
+        self._places = Places(tuple(self.params.values()))
 
     def _gradients(self, buffer: BufferPlan, device: torch.device) -> tuple[Tensor | None, GradRing | None]:
         dtype = torch_dtype(self.plan.grad_dtype)
@@ -252,8 +252,6 @@ class Storage:
                 view = _of_its_own(bucket.replica[part]).view(param.shape)
                 view.copy_(param.data)
                 param.data = view
-                self._addresses[placement.fqn] = view.data_ptr()
-                self._versions[placement.fqn] = param._version
                 self._grad_parts[placement.fqn] = bucket, part, param.shape
                 if bucket.grad is not None:
                     self._grad_views[placement.fqn] = bucket.grad[part].view(param.shape)
@@ -291,24 +289,21 @@ class Storage:
     def check_aliases(self) -> None:
         """Raise if a param no longer reads the replica, as after `module.to()`, `param.data = ...`, or once it was shared with
         another process, which gives its storage other memory: updates would not reach it."""
-        for fqn, param in self.params.items():
-            bucket, _, shape = self._grad_parts[fqn]
-            if param.data_ptr() != self._addresses[fqn] or param.shape != shape or param.dtype != bucket.replica.dtype:
-                raise StateError(
-                    f"param {fqn!r} was moved out of its buffer (by module.to(), param.data = ..., share_memory(), a queue of "
-                    "torch.multiprocessing or similar): expected it at its place in the replica. Move or convert the module before it is "
-                    "wrapped; to change values use param.copy_() under torch.no_grad(); send clones to other processes."
-                )
+        if moved := self._places.moved():
+            raise StateError(
+                f"param {self._fqns[moved[0]]!r} was moved out of its buffer (by module.to(), param.data = ..., share_memory(), a "
+                "queue of torch.multiprocessing or similar): expected it at its place in the replica. Move or convert the module "
+                "before it is wrapped; to change values use param.copy_() under torch.no_grad(); send clones to other processes."
+            )
 
     def check_no_grads(self) -> None:
         """Raise if a param has a `.grad` of its own: hooks take what backward brings, so somebody set it by hand."""
-        for fqn, param in self.params.items():
-            if grad_of(param) is not None:
-                raise StateError(
-                    f"param {fqn!r} has a .grad that backward did not bring: a DataParallel keeps gradients in buckets and "
-                    "would not see it. Add a term to the loss instead; if another wrapper such as DistributedDataParallel put it "
-                    "there, train without that one."
-                )
+        if found := self._places.with_grads():
+            raise StateError(
+                f"param {self._fqns[found[0]]!r} has a .grad that backward did not bring: a DataParallel keeps gradients in buckets "
+                "and would not see it. Add a term to the loss instead; if another wrapper such as DistributedDataParallel put it "
+                "there, train without that one."
+            )
 
     @torch.no_grad()
     def release(self) -> None:
@@ -319,26 +314,19 @@ class Storage:
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
         increment_version(list(self.params.values()))
-        self._versions = {fqn: param._version for fqn, param in self.params.items()}
+        self._places.note()
 
     @torch.no_grad()
     def pull_changed_params(self) -> set[str]:
         """Take over weights that the user changed in place (`load_state_dict`, `param.copy_()`): the change counts, as
         it would with any torch optimizer. We write through the replica and never through the param, so its version
         moves only for others. Returns which ones."""
-        all_changed: set[str] = set()
-        for bucket in self.buckets:
-            changed = {
-                placement.fqn
-                for placement in bucket.plan.placements
-                if self.params[placement.fqn]._version != self._versions[placement.fqn]
-            }
+        changed = {self._fqns[number] for number in self._places.written()}
+        for bucket in self.buckets if changed else ():
             for span in bucket.spans:
                 if span.fqn in changed:
                     bucket.pull(span.part)
-            self._versions.update({fqn: self.params[fqn]._version for fqn in changed})
-            all_changed |= changed
-        return all_changed
+        return changed
 
     def nbytes(self) -> int:
         """Bytes this rank holds, aliases counted once."""

@@ -111,8 +111,8 @@ def planned_by_one_flag(rank: int) -> Any:
 
 
 def reduced_by_one_flag(rank: int) -> Any:
-    def everywhere(bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> Any:
-        return reductions._Everywhere(bucket, grad_dtype, communicator)
+    def everywhere(bucket: Bucket, grad_dtype: DType, communicator: Communicator, divide: int) -> Any:
+        return reductions._Everywhere(bucket, grad_dtype, communicator, divide)
 
     return mock.patch.object(reducer, "reduction_of", everywhere)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.scopes import scope
-from layerwise.engine.reductions import reduction_of
+from layerwise.engine.reductions import predivisor, reduction_of
 from layerwise.errors import StateError, listed
 from layerwise.layout.schedule import tie_op
 from layerwise.layout.storage import BucketPlan
@@ -71,9 +71,10 @@ class GradReducer:
         self._overlap = overlap
         # What every rank must have launched before its first reduction.
         self._before = before
+        grad_dtype = storage.plan.grad_dtype
+        divide = predivisor(grad_dtype, storage.plan.world)
         self._reductions = [
-            reduction_of(bucket, storage.plan.grad_dtype, communicators[bucket.plan.domain])
-            for bucket in storage.buckets
+            reduction_of(bucket, grad_dtype, communicators[bucket.plan.domain], divide) for bucket in storage.buckets
         ]
         self._ties = {bucket.plan.index: ties[bucket.plan.tie] for bucket in storage.buckets if bucket.plan.tie}
         self._launches = storage.plan.launches

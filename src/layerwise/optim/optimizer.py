@@ -30,6 +30,7 @@ from layerwise.engine.engine import Engine, Settings, refuse_sharded
 from layerwise.engine.param_groups import GroupPlan, live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipped, Clipper, Watched, plan_clipping
+from layerwise.engine.reductions import predivisor
 from layerwise.engine.stats import Seen, StatsPass, StepStats, Totals, assign_norm_groups
 from layerwise.engine.update import Update
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed, warn
@@ -125,8 +126,11 @@ class Optimizer(torch.optim.Optimizer):
         self._engine = _engine_of(model, rules, strict)
         plan = self._engine.plan
         self._has_checked_replicas = False
+        # What sums are still to be divided by to be averages.
+        self._ranks_left = plan.world / predivisor(plan.grad_dtype, plan.world)
         self._changed: set[str] = set()
         self._step_count = 0
+        self._live: list[dict[str, object]] = []  # options of the step that is being taken, by param group
         self._is_half_way = False
         self._has_said_part = False
         self.stats = StepStats()
@@ -255,7 +259,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine.publisher.ensure_all()
         self._changed |= self._engine.storage.pull_changed_params()
         problem = self._preflight()
-        divisor = self._engine.plan.world * (self._scaler.scale if self._scaler is not None else 1.0)
+        divisor = self._ranks_left * (self._scaler.scale if self._scaler is not None else 1.0)
         totals = self._reduce(problem, divisor)
         self._check_agreement(totals, problem)
         return totals
@@ -439,8 +443,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_options(self) -> None:
         """Live options must still make a rule: a scheduler or the user may have put anything there."""
-        for index, group in enumerate(self.param_groups):
-            live_rule(index, group)
+        self._live = [live_rule(index, group).options() for index, group in enumerate(self.param_groups)]
         if self._ns_dtypes() != self._planned_ns_dtypes:
             raise StateError(
                 "ns_dtype was changed after construction: the exchange was planned with another dtype. Build a new Optimizer."
@@ -503,7 +506,7 @@ class Optimizer(torch.optim.Optimizer):
             step=self._step_count,
             skipped=bool(reason),
             skip_reason=reason,
-            loss_scale=divisor / self._engine.plan.world,
+            loss_scale=divisor / self._ranks_left,
             max_logit=clipped.max_logit,
             clipped_heads=clipped.heads,
             nonfinite_logits=clipped.nonfinite,
@@ -528,8 +531,7 @@ class Optimizer(torch.optim.Optimizer):
         self._is_half_way = True
         self._step_count += 1
         self._engine.reducer.step_number = self._step_count
-        live = [live_rule(index, group).options() for index, group in enumerate(self.param_groups)]
-        self._update.apply(live, divisor, coefficients, self._step_count)
+        self._update.apply(self._live, divisor, coefficients, self._step_count)
         clipped = self._clipper.apply() if self._clipper is not None else NOTHING_CLIPPED
         self._engine.publisher.begin()
         self._is_half_way = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from layerwise.config.rules import update_scale
-from layerwise.engine.algorithms import Options, number
+from layerwise.engine.algorithms import LiveOptions, number
 
 
 class Factors:
@@ -20,7 +20,7 @@ class Factors:
         self._kind_of = [numbers.setdefault(region, len(numbers)) for region in regions]
         self._kinds = tuple(numbers)
 
-    def under(self, options: Sequence[Options]) -> list[float]:
+    def under(self, options: Sequence[LiveOptions]) -> list[float]:
         """The factors that the param groups ask for now."""
         found = []
         for group, shape in self._kinds:

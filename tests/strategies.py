@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from layerwise.dtypes import DType
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.storage import LAYOUTS, PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, plan_storage
 from layerwise.layout.work import WorkPlan, plan_work
@@ -120,14 +121,16 @@ def plans(draw: st.DrawFn, *layouts: str) -> Plan:
     reducer = draw(st.sampled_from(REDUCERS if layout != "replicated" else REDUCERS[:1]))
     return make_plan(
         draw(tables()),
+        Options(
+            layout=layout,
+            grad_dtype=DType.FP32 if reducer == "ordered_bf16" else draw(st.sampled_from([DType.FP32, DType.BF16])),
+            bucket_numel=draw(st.sampled_from([1, 64, 200, 500, 2000])),
+            cohort_numel=draw(st.sampled_from([1, 32, 200, 10_000])),
+            reducer=reducer,
+            param_sync=draw(st.sampled_from(PARAM_SYNCS)),
+        ),
         world=world,
         worlds={"expert": draw(st.sampled_from(divisors(world)))},
-        layout=layout,
-        grad_dtype=DType.FP32 if reducer == "ordered_bf16" else draw(st.sampled_from([DType.FP32, DType.BF16])),
-        bucket_numel=draw(st.sampled_from([1, 64, 200, 500, 2000])),
-        cohort_numel=draw(st.sampled_from([1, 32, 200, 10_000])),
-        reducer=reducer,
-        param_sync=draw(st.sampled_from(PARAM_SYNCS)),
     )
 
 

@@ -235,7 +235,7 @@ class Walk:
 
     def _weights(self) -> str:
         self.met["reads of stale weights"] += any(
-            bucket.replica_state is not ReplicaState.FRESH for bucket in self.model.engine.storage.buckets
+            bucket.replica_state is not ReplicaState.FRESH for bucket in self.model.engine.storage.shards
         )
         return hash_tensors(self._kept[fqn] for fqn in sorted(self._kept))
 
@@ -270,7 +270,7 @@ class Walk:
             self.optimizer.step()
         except NonFiniteError as error:
             self._note("step", f"NonFiniteError: {error}")
-        stats, buckets = self.optimizer.stats, self.model.engine.storage.buckets
+        stats, buckets = self.optimizer.stats, self.model.engine.storage.shards
         states = Counter(bucket.replica_state for bucket in buckets)
         self.met["buckets stale after a step"] += states[ReplicaState.STALE]
         self.met["buckets in flight after a step"] += states[ReplicaState.IN_FLIGHT]
@@ -391,7 +391,7 @@ class Walk:
 
     def _ensure(self, number: int) -> None:
         self.model.ensure()
-        self._note("ensure", {bucket.replica_state for bucket in self.model.engine.storage.buckets})
+        self._note("ensure", {bucket.replica_state for bucket in self.model.engine.storage.shards})
 
     def _hash(self, number: int) -> None:
         self._note("hash", self._weights())
@@ -400,7 +400,7 @@ class Walk:
         """One weight by a reference that was kept, by one rank alone where it may."""
         fqn = sorted(self._kept)[number % len(self._kept)]
         if self.way.lazy or self._is_alone(number):
-            bucket = self.model.engine.storage.buckets[self.model.plan.bucket_of[fqn]]
+            bucket = self.model.engine.storage.shards[self.model.plan.bucket_of[fqn]]
             self.met["reads of stale weights"] += bucket.replica_state is not ReplicaState.FRESH
             self._note("read", hash_tensors([self._kept[fqn]]))
         else:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import layerwise
 from layerwise.engine import engine
-from layerwise.layout.plan import make_plan
+from layerwise.layout.options import Options
+from layerwise.layout.plan import Plan, make_plan
+from layerwise.routing.spec import ParamTable
 from tests.reference.oracle import Hyper, Oracle
 
 
@@ -254,9 +255,19 @@ def deliver(model: layerwise.DataParallel, grads: dict[str, Tensor], *, sync: bo
             loss.backward()
 
 
-def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
-    planned = make_plan if case.cohort_numel is None else partial(make_plan, cohort_numel=case.cohort_numel)
+@contextmanager
+def cohorts_of(numel: int | None) -> Iterator[None]:
+    """Models that are wrapped in here have cohorts of so many elements; users cannot ask for that."""
+
+    def planned(table: ParamTable, options: Options, **more: Any) -> Plan:
+        return make_plan(table, options if numel is None else replace(options, cohort_numel=numel), **more)
+
     with mock.patch.object(engine, "make_plan", planned):
+        yield
+
+
+def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
+    with cohorts_of(case.cohort_numel):
         return layerwise.DataParallel(
             module,
             layout=case.layout,
@@ -337,7 +348,7 @@ def anywhere(found: Sequence[str]) -> bool:
 
 def rounds_of(model: layerwise.DataParallel, accumulation: int) -> int:
     """How often gradients are reduced in a step of so many microbatches."""
-    return accumulation if model.plan.shard_grads else 1
+    return accumulation if model.plan.options.shard_grads else 1
 
 
 def _nudge_gradient(everyone: list[list[dict[str, Tensor]]]) -> None:
@@ -356,7 +367,7 @@ def _nudge_gradient(everyone: list[list[dict[str, Tensor]]]) -> None:
 
 def nudge_state(model: layerwise.DataParallel) -> None:
     """Move one element of this rank's first momentum by one ulp."""
-    for bucket in model.engine.storage.buckets:
+    for bucket in model.engine.storage.shards:
         if bucket.spans and "momentum" in bucket.state:
             element = bucket.state["momentum"][bucket.spans[0].shard_offset :][:1]
             element.copy_(torch.nextafter(element, torch.full_like(element, float("inf"))))
@@ -387,10 +398,10 @@ def reduced_differences(
     model.engine.reducer.finish()
     return [
         f"reduced gradient of {span.fqn}"
-        for bucket in model.engine.storage.buckets
+        for bucket in model.engine.storage.shards
         for span in bucket.spans
         if not torch.equal(
-            bucket.work[span.shard_offset : span.shard_offset + span.numel],
+            bucket.update[span.shard_offset : span.shard_offset + span.numel],
             oracle.totals[called(span.fqn)].float().reshape(-1)[span.start : span.stop],
         )
     ]
@@ -412,7 +423,7 @@ def differences(
     for fqn, param in model.engine.storage.params.items():
         if not torch.equal(param.detach(), weights[called(fqn)]):
             found.append(f"replica of {fqn}")
-    for bucket in model.engine.storage.buckets:
+    for bucket in model.engine.storage.shards:
         for span in bucket.spans:
             part = slice(span.shard_offset, span.shard_offset + span.numel)
             inside = slice(span.start, span.stop)
@@ -453,8 +464,8 @@ def _home_differences(
 def put_together(model: layerwise.DataParallel) -> dict[str, Tensor]:
     """Whole masters, reduced gradients and state by name, from the shards of all ranks of a dense model. Collective."""
     found: dict[str, Tensor] = {}
-    for bucket in model.engine.storage.buckets:
-        held = {"gradient": bucket.work, "master": bucket.master, **bucket.state}
+    for bucket in model.engine.storage.shards:
+        held = {"gradient": bucket.update, "master": bucket.master, **bucket.state}
         counts = bucket.plan.num_shards > 1 or model.engine.groups.rank == 0
         for placement in bucket.plan.placements:
             span = bucket.span_by_fqn.get(placement.fqn)
@@ -513,7 +524,7 @@ def hash_everything(optimizer: layerwise.Optimizer) -> str:
     storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
     optimizer._engine.publisher.ensure_all()
     tensors: list[Tensor] = []
-    for bucket in storage.buckets:
+    for bucket in storage.shards:
         tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]
     for param in storage.params.values():
         tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]

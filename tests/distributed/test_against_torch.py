@@ -384,13 +384,13 @@ def scaled_step(module: nn.Module, optimizer: layerwise.Optimizer, *, overflow: 
 def test_an_overflow_skips_the_step_with_weights_masters_and_moments_untouched() -> None:
     module, optimizer = scaled_net(initial=2.0**4)
     scaled_step(module, optimizer)
-    bucket_hashes = [hash_tensors([b.replica, b.master, *b.state.values()]) for b in optimizer._engine.storage.buckets]
+    bucket_hashes = [hash_tensors([b.replica, b.master, *b.state.values()]) for b in optimizer._engine.storage.shards]
     scaled_step(module, optimizer, overflow=True)
     assert optimizer.stats.skipped
     assert optimizer.stats.nonfinite == ("weight",)
     assert "'weight'" in optimizer.stats.skip_reason
     assert [
-        hash_tensors([b.replica, b.master, *b.state.values()]) for b in optimizer._engine.storage.buckets
+        hash_tensors([b.replica, b.master, *b.state.values()]) for b in optimizer._engine.storage.shards
     ] == bucket_hashes
     assert optimizer.stats.step == 1
 

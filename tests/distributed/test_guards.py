@@ -183,14 +183,14 @@ class Player:
 def differences(player: Player, reference: Player) -> list[str]:
     """What the library's run holds that the reference's does not: replicas, masters, state."""
     whole = {
-        span.fqn: (bucket, span) for bucket in reference.model.engine.storage.buckets for span in bucket.spans
+        span.fqn: (bucket, span) for bucket in reference.model.engine.storage.shards for span in bucket.spans
     }  # every rank holds all of them
     found = [
         f"replica of {fqn}"
         for fqn, param in player.model.engine.storage.params.items()
         if not torch.equal(param, reference.model.engine.storage.params[fqn])
     ]
-    for bucket in player.model.engine.storage.buckets:
+    for bucket in player.model.engine.storage.shards:
         for span in bucket.spans:
             other, place = whole[span.fqn]
             part = slice(place.shard_offset + span.start, place.shard_offset + span.stop)

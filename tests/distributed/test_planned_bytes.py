@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -20,17 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import layerwise
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
-from layerwise.engine import engine
 from layerwise.engine.exchanger import Cohort
 from layerwise.engine.update import Update
 from layerwise.layout.choice import sent_by_rank
-from layerwise.layout.plan import make_plan
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import numbers_of
 from tests.marks import sampled
 from tests.ranks import run_ranks
-from tests.worlds import Zoo, deliver, gradient
+from tests.worlds import Zoo, cohorts_of, deliver, gradient
 
 LAYOUTS = ("flat", "padded", "compact", "replicated", "padded:reference")
 MATRIX: dict[str, Any] = {
@@ -79,7 +76,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots: int) -> Memory:
     """What this rank really holds. A category has what no category before it has: some memory is two things at once."""
-    buckets = model.engine.storage.buckets
+    buckets = model.engine.storage.shards
     home_state = [tensor for tensors in optimizer._update._home_state.values() for tensor in tensors.values()]
     frozen = [param for param in model.parameters() if not param.requires_grad]
     rings = [bucket.ring for bucket in buckets if bucket.ring is not None]
@@ -87,7 +84,7 @@ def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots
         [*(bucket.replica for bucket in buckets), *frozen],
         [
             *(bucket.grad for bucket in buckets if bucket.grad is not None),
-            *(tensor for bucket in buckets for tensor in (bucket.grad_shard, bucket.work)),
+            *(tensor for bucket in buckets for tensor in (bucket.grad_shard, bucket.update)),
             *(tensor for ring in rings for tensor in ring.tensors),
         ],
         [bucket.master for bucket in buckets],
@@ -137,7 +134,7 @@ class Watch:
 @contextmanager
 def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
     """See everything that is sent or received by an all-to-all, the batches of matrices, and what becomes of them."""
-    buckets = model.engine.storage.buckets
+    buckets = model.engine.storage.shards
     own = [bucket.grad for bucket in buckets if bucket.grad is not None]
     watch = Watch(storages(own), limit)
     all_to_all, unpack, direction = Communicator.all_to_all, Cohort.unpack, Update._direction
@@ -184,12 +181,12 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
 
 def enlarge(model: layerwise.DataParallel, what: str) -> None:
     """Hold more than any plan says."""
-    bucket = model.engine.storage.buckets[0]
+    bucket = model.engine.storage.shards[0]
     match what:
         case "params":
             bucket.replica = bucket.replica.repeat(2)
         case "grads":
-            bucket.work = bucket.work.repeat(2)
+            bucket.update = bucket.update.repeat(2)
         case "masters":
             bucket.master = bucket.master.repeat(2)
         case "state":
@@ -259,13 +256,13 @@ def differences(
         if name != "total" and not fits:
             found.append(f"{name}: holds {really[name]}, planned {nbytes}")
     model.free_buffers()
-    if slots.nbytes or any(ring.tensors for ring in {bucket.ring for bucket in model.engine.storage.buckets} if ring):
+    if slots.nbytes or any(ring.tensors for ring in {bucket.ring for bucket in model.engine.storage.shards} if ring):
         found.append("slots: some were not freed")
     return [f"rank {rank} {setup}: {text}" for text in found]
 
 
 def build(setup: Setup, module: nn.Module, **more: Any) -> tuple[layerwise.DataParallel, Rules, layerwise.Optimizer]:
-    with mock.patch.object(engine, "make_plan", partial(make_plan, cohort_numel=setup.cohort_numel)):
+    with cohorts_of(setup.cohort_numel):
         model = layerwise.DataParallel(
             module.to(setup.dtype),
             layout=setup.layout,

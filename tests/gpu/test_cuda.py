@@ -33,7 +33,7 @@ def shards_after_training(
         optimizer.step()
     found: dict[str, dict[str, Tensor]] = {"replica": {}, "master": {}, "momentum": {}, "exp_avg": {}}
     found["replica"] = {fqn: param.detach().cpu() for fqn, param in model.engine.storage.params.items()}
-    for bucket in model.engine.storage.buckets:
+    for bucket in model.engine.storage.shards:
         for span in bucket.spans:
             part = slice(span.shard_offset, span.shard_offset + span.numel)
             key = f"{span.fqn} {span.start} {span.stop}"

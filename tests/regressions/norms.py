@@ -176,7 +176,7 @@ def skip_together(rank: int, world: int) -> list[str]:
 def owners_decide(rank: int) -> Any:
     def local(real: Callable[..., None]) -> Callable[..., None]:
         def finish(self: Optimizer, *given: Any) -> None:
-            owns = any(bucket.spans for bucket in self._engine.storage.buckets)
+            owns = any(bucket.spans for bucket in self._engine.storage.shards)
             goes_on = mock.patch.object(GradientPolicy, "skip_reason", return_value="")
             with nullcontext() if owns else goes_on:
                 real(self, *given)

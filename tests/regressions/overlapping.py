@@ -66,7 +66,7 @@ class Run:
         self.model = layerwise.DataParallel(self.module, bucket_mib=bucket_mib, **options)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper()))
         self.publisher = self.model.engine.publisher
-        self.buckets = self.model.engine.storage.buckets
+        self.buckets = self.model.engine.storage.shards
 
     def learn(self, step: int) -> None:
         """One forward and one backward."""
@@ -529,7 +529,7 @@ def marks_and_does_not_wait(rank: int) -> Any:
 
 
 def _mark_all(publisher: Publisher) -> None:
-    for bucket in publisher._storage.buckets:
+    for bucket in publisher._storage.shards:
         if not _is_fresh(bucket):
             _mark(publisher, bucket)
 

@@ -173,7 +173,7 @@ def first_speaks_for_all(rank: int) -> Any:
 
 def _fresh(domain: str) -> Callable[[layerwise.DataParallel, layerwise.Optimizer], list[str]]:
     def also(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
-        buckets = [bucket for bucket in model.engine.storage.buckets if bucket.plan.domain == domain]
+        buckets = [bucket for bucket in model.engine.storage.shards if bucket.plan.domain == domain]
         found = [f"the scene has several ranks in domain {domain}" for bucket in buckets if bucket.plan.world > 1]
         found += [
             f"{bucket.plan.label} is not marked fresh"
@@ -273,7 +273,7 @@ def each_rule_gathers(rank: int) -> Any:
         def begin(self: Publisher) -> None:
             real(self)
             self.ensure_all()
-            for bucket in self._storage.buckets:  # the second rule knows nothing of the first one's gathers
+            for bucket in self._storage.shards:  # the second rule knows nothing of the first one's gathers
                 bucket.launched_version = bucket.replica_version = bucket.master_version - 1
             real(self)
 
@@ -340,7 +340,7 @@ def published_early(chosen: Callable[[Update], list[Bucket]], name: str, is_late
 
     def rest(real: Callable[..., None]) -> Callable[..., None]:
         def begin(self: Publisher) -> None:
-            left = [bucket for bucket in self._storage.buckets if bucket.replica_state is not ReplicaState.FRESH]
+            left = [bucket for bucket in self._storage.shards if bucket.replica_state is not ReplicaState.FRESH]
             _in_order(self, [bucket.plan.index for bucket in left], lambda: real(self))
 
         return begin

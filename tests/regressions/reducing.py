@@ -58,7 +58,7 @@ def unmixed_launches(rank: int, world: int) -> list[str]:
         later = {bucket.index for buffer in plan.buffers if buffer.key.chunk for bucket in buffer.buckets}
         kinds = {(plan.buckets[index].domain, plan.buckets[index].reducer) for index in later}
         num_groups = sum(group.buckets[0] in later for group in plan.launches)
-        expected = 4 if plan.layout == "compact" else 2  # dense and expert, and of each two families
+        expected = 4 if plan.options.layout == "compact" else 2  # dense and expert, and of each two families
         if len(kinds) != expected or num_groups != expected:
             found.append(f"the later chunk has {num_groups} launch groups for {sorted(kinds)}")
         if sorted(index for group in plan.launches for index in group.buckets) != list(range(len(plan.buckets))):

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import layerwise
 from layerwise.layout.exchange import Exchange, exchange_for
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, Placement, Span
 from layerwise.layout.work import EVERY_RANK
@@ -152,15 +153,17 @@ def planned(seed: int, *, reordered: bool = False) -> Plan:
     if world > 1000 and layout not in ("flat", "compact") and rng.random() < 0.85:
         layout = "compact"  # to pack for so many takes its time
     reducer = rng.choice(REDUCERS) if layout != "replicated" else "collective"
-    plan_settings: dict[str, Any] = {
-        "worlds": {"expert": rng.choice(divisors(world)) if world < 2000 else world},
-        "bucket_numel": rng.choice([1, 64, 300, 1000, 5000, 10**6]),
-        "cohort_numel": rng.choice([1, 50, 1000, 10**6]),
-        "param_sync": rng.choice(PARAM_SYNCS),
-    }
+    worlds = {"expert": rng.choice(divisors(world)) if world < 2000 else world}
+    options = Options(
+        layout=layout,
+        reducer=reducer,
+        bucket_numel=rng.choice([1, 64, 300, 1000, 5000, 10**6]),
+        cohort_numel=rng.choice([1, 50, 1000, 10**6]),
+        param_sync=rng.choice(PARAM_SYNCS),
+    )
     if reordered:
         table = ParamTable(tuple(rng.sample(table.params, len(table))))
-    return make_plan(table, world=world, layout=layout, reducer=reducer, **plan_settings)
+    return make_plan(table, options, world=world, worlds=worlds)
 
 
 def borders_of(bucket: BucketPlan) -> list[int]:

@@ -71,7 +71,7 @@ class Run:
         if not self._scaled:
             return hash_everything(self.optimizer)
         self.model.ensure()
-        buckets = self.model.engine.storage.buckets
+        buckets = self.model.engine.storage.shards
         tensors = [tensor for bucket in buckets for tensor in (bucket.replica, bucket.master, *bucket.state.values())]
         return f"{hash_tensors(tensors)} {self.optimizer.stats.step}"
 

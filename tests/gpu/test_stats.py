@@ -22,17 +22,17 @@ def exact(value: Tensor) -> float:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_square_sums_of_a_list(count: int, place: str) -> None:
-    values = [numbers(n, n) for n in lengths(count)]
+    values = [numbers(n, n) for n in (*lengths(count), 16385)]
     guarded = Guarded(values, place)
     found = fused_square_sums(guarded.views)
-    once = {value.numel(): exact(value) for value in values}
+    once = {numel: exact(value) for numel, value in {value.numel(): value for value in values}.items()}
     expected = torch.tensor([once[value.numel()] for value in values], dtype=torch.float64)
     torch.testing.assert_close(found.cpu(), expected, rtol=2e-15, atol=0)
     guarded.check_around()
 
 
 def test_a_sum_has_the_same_bits_wherever_a_tensor_lies() -> None:
-    values = [numbers(n, n) for n in lengths(max(COUNTS))]
+    values = [numbers(n, n) for n in (*lengths(max(COUNTS)), 16385)]
     together = fused_square_sums(values)
     same_bits([fused_square_sums(values)], [together])
     same_bits([fused_square_sums(Guarded(values, "odd").views)], [together])

@@ -7,8 +7,10 @@ sends nothing, and one with new gradients sends no more than where they are.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,31 +30,41 @@ def _sent(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=1024)
-def int_table(numbers: tuple[int, ...], place: Place) -> Tensor:
-    """These int64 numbers on the device."""
-    return _sent(torch.frombuffer(array("q", numbers), dtype=torch.int64), place[0])
+def _numbers(numbers: Iterable[int]) -> Tensor:
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
 @lru_cache(maxsize=1024)
-def row_table(rows: tuple[tuple[int, ...], ...], place: Place) -> Tensor:
-    """Rows of int64 numbers on the device, one after the other."""
-    return int_table.__wrapped__(tuple(chain.from_iterable(rows)), place)
+def address_table(addresses: tuple[int, ...], place: Place) -> Tensor:
+    """Where tensors lie, entry by entry."""
+    return _sent(_numbers(addresses), place[0])
 
 
-@lru_cache(maxsize=256)
-def block_table(counts: tuple[int, ...], place: Place) -> Tensor:
+def row_table(rows: Iterable[Iterable[int]], place: Place) -> Tensor:
+    """Rows of int64 numbers, one after the other."""
+    return _sent(_numbers(chain.from_iterable(rows)), place[0])
+
+
+def block_table(counts: Sequence[int], place: Place) -> Tensor:
     """For every block, its tensor's number and its own number in it, as number * 2^32 + block; tensors in order."""
-    count = torch.tensor(counts)
+    count = torch.tensor(counts, dtype=torch.int64)
     starts = count.cumsum(0) - count
     owner = torch.repeat_interleave(torch.arange(len(counts)), count)
     return _sent((owner << 32) + torch.arange(len(owner)) - starts[owner], place[0])
 
 
+class Blocks(NamedTuple):
+    """How tensors of some lengths are cut into blocks."""
+
+    total: int
+    of: Tensor  # for every block, whose it is
+    numels: Tensor  # of the tensors
+    starts: Tensor  # the number of every tensor's first block, and of the end
+
+
 @lru_cache(maxsize=256)
-def start_table(counts: tuple[int, ...], place: Place) -> Tensor:
-    """The number of every tensor's first block, and of the end."""
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return int_table.__wrapped__(tuple(starts), place)
+def cut(numels: tuple[int, ...], block: int, place: Place) -> Blocks:
+    """Tensors of these lengths in blocks of `block` elements; the last of each may have fewer."""
+    counts = [-(-numel // block) for numel in numels]
+    starts = list(accumulate(counts, initial=0))
+    return Blocks(starts[-1], block_table(counts, place), row_table([numels], place), row_table([starts], place))

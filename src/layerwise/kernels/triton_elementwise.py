@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerwise.kernels.tables import block_table, int_table, place_of, row_table
+from layerwise.kernels.tables import Place, address_table, block_table, cut, place_of, row_table
 from layerwise.kernels.triton_launch import launch
 
 Tensors = Sequence[Tensor]
@@ -205,9 +205,12 @@ def _pair_kernel(
             _pair(into, read, mask, factor, SUBTRACT)
 
 
-_BLOCK, _WARPS = 4096, 8
-_SIDE = 64
-"""Of a square tile with as many elements as a block."""
+# Small blocks: what counts is how many of them run beside each other, for AdamW divides while others read.
+_BLOCK, _WARPS = 1024, 4
+_SIDE, _PAIR_WARPS = 32, 2
+"""Of a square tile; a block of a pair that is walked flat has as many elements."""
+_PAIR_REGISTERS = 64
+"""Enough for aligned blocks; the ways for odd places, which would take more, need not be the fastest."""
 _WALK = 12
 """Numbers that say how a pair of views is walked."""
 
@@ -267,7 +270,10 @@ _DTYPE_OF: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
 def addresses_of(lists: Sequence[Tensors]) -> tuple[int, ...]:
     """Where they lie, entry by entry."""
-    columns = [map(Tensor.data_ptr, tensors) for tensors in lists]
+    return interleaved([map(Tensor.data_ptr, tensors) for tensors in lists])
+
+
+def interleaved(columns: Sequence[Iterable[int]]) -> tuple[int, ...]:
     return tuple(chain.from_iterable(zip(*columns, strict=True)))
 
 
@@ -283,17 +289,16 @@ def _run(kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flag
         numels, *others = (tuple(map(Tensor.numel, tensors)) for tensors in chosen)
         if any(other != numels for other in others):
             raise ValueError("element-wise work needs tensors of equal length in every list.")
-        counts = tuple(-(-numel // _BLOCK) for numel in numels)
-        programs = sum(counts)
-        if not programs:
-            continue
-        device = chosen[0][0].device
-        with torch.cuda.device_of(chosen[0][0]):
-            place = place_of(device)
-            tables = block_table(counts, place), int_table(numels, place), int_table(addresses_of(chosen), place)
+        first = chosen[0][0]
+        with torch.cuda.device_of(first):
+            place = place_of(first.device)
+            blocks = cut(numels, _BLOCK, place)
+            if not blocks.total:
+                continue
+            tables = blocks.of, blocks.numels, address_table(addresses_of(chosen), place)
             constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), *flags, _BLOCK)
-            key = (kernel, device, dtypes, flags)
-            launch(kernel, key, programs, (*tables, *scalars, *constants), warps=_WARPS)
+            key = (kernel, first.device, dtypes, flags)
+            launch(kernel, key, blocks.total, (*tables, *scalars, *constants), warps=_WARPS)
 
 
 def _run_contiguous(
@@ -314,31 +319,63 @@ def _run_contiguous(
 def _run_pairs(targets: Tensors, sources: Tensors, factors: Sequence[float] | None) -> None:
     """One launch for all pairs that share dtypes."""
     for dtypes, some in by_dtypes((targets, sources)):
-        sizes = (dtypes[0].itemsize, dtypes[1].itemsize)
-        is_known = all(dtype in TRITON_DTYPES for dtype in dtypes)
-        chosen, walks = [], []
-        for index in range(len(targets)) if some is None else some:
-            target, source = targets[index], sources[index]
-            walk = _walk(target.shape, source.shape, target.stride(), source.stride(), sizes)
-            if walk is None or not is_known:
-                _one_by_one(target, source, None if factors is None else factors[index])
-            elif walk[0]:
-                chosen.append(index)
-                walks.append(walk)
-        if not chosen:
-            continue
-        columns: list[Iterable[int]] = [[views[index].data_ptr() for index in chosen] for views in (targets, sources)]
-        if factors is not None:  # in fp64, as integers
-            columns.append(array("q", array("d", [-factors[index] for index in chosen]).tobytes()))
-        counts, rows = zip(*walks, strict=True)
-        first = targets[chosen[0]]
-        with torch.cuda.device_of(first):
-            place = place_of(first.device)
-            live = int_table(tuple(chain.from_iterable(zip(*columns, strict=True))), place)
-            constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), factors is not None, _WALK, _SIDE)
-            key = (_pair_kernel, first.device, dtypes, factors is not None)
-            arguments = (block_table(counts, place), row_table(rows, place), live, *constants)
-            launch(_pair_kernel, key, sum(counts), arguments, warps=_WARPS)
+        into, read, scale = targets, sources, factors
+        if some is not None:
+            into, read = [targets[index] for index in some], [sources[index] for index in some]
+            scale = None if factors is None else [factors[index] for index in some]
+        with torch.cuda.device_of(into[0]):
+            place = place_of(into[0].device)
+            tiles = _cut_pairs(
+                tuple(map(_SHAPE_OF, into)),
+                tuple(map(_SHAPE_OF, read)),
+                tuple(map(Tensor.stride, into)),
+                tuple(map(Tensor.stride, read)),
+                dtypes,
+                place,
+            )
+            for index in tiles.others:
+                _one_by_one(into[index], read[index], None if scale is None else scale[index])
+            if not tiles.total:
+                continue
+            columns: list[Iterable[int]] = [map(Tensor.data_ptr, into), map(Tensor.data_ptr, read)]
+            if scale is not None:  # in fp64, as integers
+                columns.append(array("q", array("d", [-factor for factor in scale]).tobytes()))
+            tables = tiles.of, tiles.walks, address_table(interleaved(columns), place)
+            constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), scale is not None, _WALK, _SIDE)
+            key = (_pair_kernel, into[0].device, dtypes, scale is not None)
+            launch(_pair_kernel, key, tiles.total, (*tables, *constants), warps=_PAIR_WARPS, registers=_PAIR_REGISTERS)
+
+
+_SHAPE_OF: Callable[[Tensor], torch.Size] = attrgetter("shape")
+
+
+class _Tiles(NamedTuple):
+    """How pairs of views are cut into blocks."""
+
+    total: int
+    of: Tensor  # for every block, whose it is
+    walks: Tensor
+    others: tuple[int, ...]  # pairs that our kernels cannot walk
+
+
+@lru_cache(maxsize=256)
+def _cut_pairs(
+    shapes: tuple[tuple[int, ...], ...],
+    source_shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    source_strides: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    place: Place,
+) -> _Tiles:
+    sizes = (dtypes[0].itemsize, dtypes[1].itemsize)
+    pairs = zip(shapes, source_shapes, strides, source_strides, strict=True)
+    found = [_walk(*pair, sizes) for pair in pairs]
+    if not all(dtype in TRITON_DTYPES for dtype in dtypes):
+        found = [None] * len(found)
+    walks = [(0, (0,) * _WALK) if walk is None else walk for walk in found]
+    counts = [count for count, _ in walks]
+    others = tuple(index for index, walk in enumerate(found) if walk is None)
+    return _Tiles(sum(counts), block_table(counts, place), row_table((walk for _, walk in walks), place), others)
 
 
 def _one_by_one(target: Tensor, source: Tensor, factor: float | None) -> None:
@@ -349,7 +386,6 @@ def _one_by_one(target: Tensor, source: Tensor, factor: float | None) -> None:
         target.add_(source, alpha=-factor)
 
 
-@lru_cache(maxsize=4096)
 def _walk(
     shape: tuple[int, ...],
     source_shape: tuple[int, ...],
@@ -376,7 +412,7 @@ def _walk(
         else:
             dims.append((length, into, read))
     if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
-        return -(-numel // _BLOCK), (numel, *[0] * (_WALK - 1))
+        return -(-numel // _SIDE**2), (numel, *[0] * (_WALK - 1))
     if len(dims) > 3:
         return None
     cols = dims.pop()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerwise.kernels.tables import block_table, int_table, place_of, start_table
+from layerwise.kernels.tables import address_table, cut, place_of, row_table
 from layerwise.kernels.triton_elementwise import (
     ALIGNMENT,
     TRITON_DTYPES,
@@ -89,17 +89,19 @@ def _sums(tensors: Sequence[Tensor], *, zeros: bool) -> Tensor:
         place = place_of(device)
         for (dtype,), some in by_dtypes((tensors,)):
             chosen = tensors if some is None else [tensors[index] for index in some]
-            numels = tuple(map(Tensor.numel, chosen))
-            counts = tuple(-(-numel // _BLOCK) for numel in numels)
-            sums = torch.empty(max(sum(counts), 1), dtype=torch.float64, device=device)
-            if sum(counts):
-                tables = block_table(counts, place), int_table(numels, place), int_table(addresses_of((chosen,)), place)
-                constants = (TRITON_DTYPES[dtype], zeros, _BLOCK, _LANES)
-                key = (_block_sums_kernel, device, dtype, zeros)
-                launch(_block_sums_kernel, key, sum(counts), (*tables, sums, *constants), warps=_WARPS)
+            blocks = cut(tuple(map(Tensor.numel, chosen)), _BLOCK, place)
+            sums = torch.empty(max(blocks.total, 1), dtype=torch.float64, device=device)
+            if blocks.total:
+                addresses = address_table(addresses_of((chosen,)), place)
+                key, constants = (
+                    (_block_sums_kernel, device, dtype, zeros),
+                    (TRITON_DTYPES[dtype], zeros, _BLOCK, _LANES),
+                )
+                tables = (blocks.of, blocks.numels, addresses)
+                launch(_block_sums_kernel, key, blocks.total, (*tables, sums, *constants), warps=_WARPS)
             found = totals if some is None else torch.empty(len(chosen), dtype=torch.float64, device=device)
-            arguments = (sums, start_table(counts, place), found, _SUMS)
+            arguments = (sums, blocks.starts, found, _SUMS)
             launch(_tensor_sums_kernel, (_tensor_sums_kernel, device), len(chosen), arguments, warps=4)
             if some is not None:
-                totals[int_table(tuple(some), place)] = found
+                totals[row_table([some], place)] = found
     return totals

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import Layout
 from layerwise.planner.presets import preset
 from layerwise.routing.spec import ParamTable, table_of
 from layerwise.units import format_nbytes
@@ -139,7 +140,7 @@ def figures(plan: Plan) -> dict[str, Any]:
 def compare(model: str, layout: str, world: int, measured: Figures) -> dict[str, Any]:
     """One figure of Megatron's against our re-implementation and against our own packing."""
     table = MEASURED_SHAPES[model]
-    found = figures(make_plan(table, world=world, layout=layout))
+    found = figures(make_plan(table, Options(layout=layout), world=world))
     return {
         "model": model,
         "layout": layout,
@@ -147,7 +148,7 @@ def compare(model: str, layout: str, world: int, measured: Figures) -> dict[str,
         "measured": {name: value for name, value in measured._asdict().items() if value is not None},
         "found": found,
         "difference_points": round(found["waste_percent"] - measured.waste_percent, 2),
-        "ours": figures(make_plan(table, world=world, layout="padded")),
+        "ours": figures(make_plan(table, Options(layout="padded"), world=world)),
     }
 
 
@@ -163,7 +164,7 @@ def memory_nbytes(plan: Plan) -> dict[str, int]:
         states = 1 if buffer.key.family == "matrix" else 2
         for bucket in buffer.buckets:
             for rank in range(plan.world):
-                numel = bucket.shard_numel(bucket.shard_of(rank))
+                numel = bucket.shard_numel(rank)
                 masters[rank] += numel * (0 if buffer.key.dtype is DType.FP32 else DType.FP32.itemsize)
                 moments[rank] += numel * states * DType.FP32.itemsize
     fullest = max(range(plan.world), key=lambda rank: masters[rank] + moments[rank])
@@ -191,7 +192,7 @@ def exposed_percent(plan: Plan) -> float:
 def measure(model: str, table: ParamTable, layout: str, world: int) -> dict[str, Any]:
     """One row: a layout of a model over some ranks."""
     started = time.perf_counter()
-    plan = make_plan(table, world=world, layout=layout)
+    plan = make_plan(table, Options(layout=layout), world=world)
     seconds = time.perf_counter() - started
     return {
         "model": model,

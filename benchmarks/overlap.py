@@ -30,6 +30,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # ranks are spawned from this file
 
@@ -109,7 +110,10 @@ class Arm:
 
         import layerwise
         from layerwise.config.schema import ModelConfig, resolve_model
-        from layerwise.layout import plan
+        from layerwise.engine import engine
+        from layerwise.layout.options import Options
+        from layerwise.layout.plan import Plan, make_plan
+        from layerwise.routing.spec import ParamTable
         from layerwise.train.model import build_gpt
 
         config = ModelConfig(
@@ -117,12 +121,13 @@ class Arm:
         )
         module = build_gpt(resolve_model(config), seed=1, device=device, dtype=getattr(torch, size.dtype))
         matrices = sum(param.numel() for fqn, param in module.named_parameters() if ".mlp." in fqn or ".attn." in fqn)
-        kept = plan.make_plan.__kwdefaults__["cohort_numel"]
-        plan.make_plan.__kwdefaults__["cohort_numel"] = matrices // (size.cohorts * world) + 1
-        try:
+        cohort_numel = matrices // (size.cohorts * world) + 1
+
+        def planned(table: ParamTable, asked: Options, **more: Any) -> Plan:
+            return make_plan(table, replace(asked, cohort_numel=cohort_numel), **more)
+
+        with mock.patch.object(engine, "make_plan", planned):  # users cannot ask for the size of cohorts
             self.model = layerwise.DataParallel(module, layout=layout, bucket_mib=size.bucket_mib, **options)
-        finally:
-            plan.make_plan.__kwdefaults__["cohort_numel"] = kept
         self.optimizer = layerwise.Optimizer(
             self.model, matrix=layerwise.Muon(lr=5e-3, weight_decay=0.1), other=layerwise.AdamW(lr=3e-3)
         )
@@ -157,8 +162,6 @@ class Arm:
         import torch.distributed as dist
 
         engine = self.model.engine
-        for bucket in engine.storage.buckets:
-            bucket.advance()
         dist.barrier()
         began_s = time.perf_counter()
         engine.publisher.begin()

@@ -17,8 +17,8 @@ from layerwise.routing.split import Split
 
 if TYPE_CHECKING:
     from layerwise.comm.joining import init
+    from layerwise.engine.loss_scale import LossScale
     from layerwise.models.logits import record_logits
-    from layerwise.optim.loss_scale import LossScale
     from layerwise.optim.optimizer import Optimizer
     from layerwise.parallel.data_parallel import DataParallel
 
@@ -42,7 +42,7 @@ __all__ = [
 
 _LAZY = {
     "DataParallel": "layerwise.parallel.data_parallel",
-    "LossScale": "layerwise.optim.loss_scale",
+    "LossScale": "layerwise.engine.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
     "init": "layerwise.comm.joining",
     "record_logits": "layerwise.models.logits",

@@ -22,6 +22,7 @@ from layerwise.config.schema import resolve_model
 from layerwise.dtypes import DType
 from layerwise.engine import engine
 from layerwise.layout.choice import Hardware
+from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import make_plan
 from layerwise.planner.decoder import Decoder, GroupedQuery, table_of_shape
 from layerwise.planner.presets import PRESETS
@@ -278,7 +279,7 @@ def test_a_config_and_its_live_module_cost_the_same(tmp_path: Path, capsys: Capt
     with torch.device("meta"):
         module = LlamaForCausalLM(LlamaConfig.from_dict(dict(LLAMA))).to(torch.bfloat16)
     found = as_json(capsys, "--model", str(config_file(tmp_path, LLAMA)), "--world", "4", "--layout", "padded")
-    plan = engine.plan_for((module,), engine.Settings(layout="padded"), world=4)
+    plan = engine.plan_for((module,), Options(layout="padded"), world=4)
     assert column(found, "padded") == column_of(plan).to_json()
 
 
@@ -288,8 +289,9 @@ def test_the_trainers_model_costs_what_its_plan_says(layout: str, capsys: Captur
     found = as_json(capsys, "--model", "configs/tiny.toml", *words)
     with torch.device("meta"):
         module = GPT(resolve_model(load("configs/tiny.toml").config.model))
-    settings = engine.Settings(layout=layout, bucket_mib=0.25, grad_dtype=torch.bfloat16)
-    assert column(found, layout) == column_of(engine.plan_for((module,), settings, world=3)).to_json()
+    numel = bucket_numel_of(0.25, DType.BF16)
+    options = Options(layout=layout, bucket_numel=numel, grad_dtype=DType.BF16)
+    assert column(found, layout) == column_of(engine.plan_for((module,), options, world=3)).to_json()
 
 
 @pytest.mark.parametrize("layout", SIDE_BY_SIDE)
@@ -305,7 +307,7 @@ def test_the_trainers_model_costs_what_a_preset_of_its_shape_does(layout: str, c
         attention=attention,
     )
     table = table_of_shape(decoder, "the trainer's GPT", dtype=DType.FP32)
-    assert column(found, layout) == column_of(make_plan(table, world=3, layout=layout)).to_json()
+    assert column(found, layout) == column_of(make_plan(table, Options(layout=layout), world=3)).to_json()
 
 
 def test_the_trainers_experts_are_spread(capsys: Captured) -> None:

@@ -13,8 +13,9 @@ import torch
 import layerwise
 from layerwise.comm.joining import Ranks
 from layerwise.config.schema import DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from layerwise.engine.engine import Settings, plan_for
+from layerwise.engine.engine import plan_for
 from layerwise.layout import storage
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.optim import optimizer as optimizer_module
 from layerwise.parallel.data_parallel import DataParallel
@@ -41,7 +42,7 @@ def every_way_to_build(rank: int, world: int) -> list[str]:
     """
     module = worlds.Case().build()
     with torch.device("meta"):
-        planned = plan_for((worlds.Zoo(),), Settings(layout="padded"), world=world)
+        planned = plan_for((worlds.Zoo(),), Options(layout="padded"), world=world)
     digests = {
         "planner": planned.digest,
         "module": DataParallel(module, layout="padded").plan.digest,

@@ -20,7 +20,7 @@ from layerwise.layout import plan as plan_module
 from layerwise.layout import storage
 from layerwise.layout.launches import LaunchGroup
 from layerwise.layout.storage import BucketPlan
-from layerwise.memory.storage import Bucket
+from layerwise.memory.replicas import Replica
 from layerwise.parallel import data_parallel
 from layerwise.parallel.data_parallel import DataParallel
 from tests import worlds
@@ -58,7 +58,7 @@ def unmixed_launches(rank: int, world: int) -> list[str]:
         later = {bucket.index for buffer in plan.buffers if buffer.key.chunk for bucket in buffer.buckets}
         kinds = {(plan.buckets[index].domain, plan.buckets[index].reducer) for index in later}
         num_groups = sum(group.buckets[0] in later for group in plan.launches)
-        expected = 4 if plan.layout == "compact" else 2  # dense and expert, and of each two families
+        expected = 4 if plan.options.layout == "compact" else 2  # dense and expert, and of each two families
         if len(kinds) != expected or num_groups != expected:
             found.append(f"the later chunk has {num_groups} launch groups for {sorted(kinds)}")
         if sorted(index for group in plan.launches for index in group.buckets) != list(range(len(plan.buckets))):
@@ -111,8 +111,8 @@ def planned_by_one_flag(rank: int) -> Any:
 
 
 def reduced_by_one_flag(rank: int) -> Any:
-    def everywhere(bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> Any:
-        return reductions._Everywhere(bucket, grad_dtype, communicator)
+    def everywhere(replica: Replica, grad_dtype: DType, communicator: Communicator) -> Any:
+        return reductions._Everywhere(replica, grad_dtype, communicator)
 
     return mock.patch.object(reducer, "reduction_of", everywhere)
 

@@ -16,8 +16,8 @@ import layerwise
 from layerwise.comm import collectives
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.facts import gather_facts
+from layerwise.config.rules import AdamW, Muon
 from layerwise.dtypes import DType
-from layerwise.engine import update
 from layerwise.engine.stats import StatsPass
 from layerwise.engine.update import Update
 from layerwise.layout import storage
@@ -55,10 +55,10 @@ def state_of_every_rank(rank: int, world: int) -> list[str]:
                     for name, t in tensors.items()
                     if t.numel() != stop - start
                 ]
-        for bucket in model.engine.storage.buckets:
-            names = ["master", *bucket.state]
-            if sorted(names) != STATE_OF[key_of(model.plan, bucket.plan).family]:
-                found.append(f"{bucket.plan.label} has state {sorted(names)}")
+        for replica in model.engine.storage.replicas:
+            names = ["master", *replica.shard.state]
+            if sorted(names) != STATE_OF[key_of(model.plan, replica.plan).family]:
+                found.append(f"{replica.plan.label} has state {sorted(names)}")
         held = gather_facts(spans)
         for fqn, param in model.engine.storage.params.items():
             pieces = sorted(theirs[fqn] for theirs in held if fqn in theirs)
@@ -83,7 +83,10 @@ def state_of_owners_only(rank: int) -> Any:
 
 
 def state_of_both_rules(rank: int) -> Any:
-    return mock.patch.object(update, "state_names", return_value=("momentum", "exp_avg", "exp_avg_sq"))
+    with ExitStack() as changed:
+        for rule in (Muon, AdamW):
+            changed.enter_context(mock.patch.object(rule, "state_names", ("momentum", "exp_avg", "exp_avg_sq")))
+        return changed.pop_all()
 
 
 # ------------------------------------------------------------------------------------------------ dtypes

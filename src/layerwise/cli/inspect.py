@@ -9,7 +9,7 @@
                  "options": {str: value},        what a user's rule changes about it
                  "reason": str,
                  "matrices": [[rows, cols]],     as Newton-Schulz and scale factors see them, (out, in)
-                 "homes": [int],                 per matrix the rank that orthogonalises it; -1: every rank its copy
+                 "homes": [int | "all"],         per matrix the rank that orthogonalises it; "all": every rank its copy
                  "bucket": int | null, "bytes": int}],
      "totals": {"params": int, "elements": int, "bytes": int,
                 "rules": {rule: {"params": int, "elements": int, "bytes": int, "matrices": int,
@@ -39,7 +39,6 @@ from layerwise.config.schema import TrainConfig, matrix_rule, other_rule
 from layerwise.errors import ConfigError, Problem
 from layerwise.layout.cost import newton_schulz_flops, resolve_method
 from layerwise.layout.plan import Plan
-from layerwise.layout.work import EVERY_RANK
 from layerwise.routing.files import read_rules
 from layerwise.routing.rules import RouteRule, explain, route_params, suspicion
 from layerwise.units import format_count, format_nbytes
@@ -75,7 +74,7 @@ class ParamRow:
     options: tuple[tuple[str, object], ...]
     reason: str
     matrices: tuple[tuple[int, int], ...]
-    homes: tuple[int, ...]
+    homes: tuple[int | str, ...]
     """Per matrix, the rank that orthogonalises it; -1 where every rank does."""
     bucket: int | None
     numel: int
@@ -197,25 +196,26 @@ def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule],
     """The plan that `DataParallel` would make of the module on `world` ranks."""
     from layerwise.dtypes import DType
     from layerwise.engine import engine
-    from layerwise.models.table import torch_dtype
+    from layerwise.layout.options import Options, bucket_numel_of
 
-    settings = engine.Settings(
+    dtype = DType(config.parallel.grad_dtype)
+    options = Options(
         layout=config.parallel.layout,
         rules=rules,
         strict=config.routing.strict,
-        bucket_mib=config.parallel.bucket_mib,
-        grad_dtype=torch_dtype(DType(config.parallel.grad_dtype)),
+        grad_dtype=dtype,
+        bucket_numel=bucket_numel_of(config.parallel.bucket_mib, dtype),
     )
-    return engine.plan_for((module,), settings, world=world)
+    return engine.plan_for((module,), options, world=world)
 
 
 def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:
     """The table, in model order."""
     rule_by_fqn = _rules_by_fqn(plan, config)
-    homes_by_fqn: dict[str, list[int]] = {}
+    homes_by_fqn: dict[str, list[int | str]] = {}
     for work in plan.works:
         for item in sorted(work.items, key=lambda item: (item.matrix.fqn, item.matrix.index)):
-            homes_by_fqn.setdefault(item.matrix.fqn, []).append(item.home)
+            homes_by_fqn.setdefault(item.matrix.fqn, []).append(_called(item.homes, work.world))
     rows = []
     for param in plan.table:
         route, rule = plan.routes[param.fqn], rule_by_fqn.get(param.fqn)
@@ -307,7 +307,7 @@ def _folded(rows: Sequence[ParamRow], *, every_row: bool) -> list[tuple[str, lis
 def _cells(name: str, members: Sequence[ParamRow]) -> tuple[str, ...]:
     """One line of the table: a param, or several that differ in their layer number alone."""
     first = members[0]
-    homes = first.homes if len(members) == 1 else tuple(sorted({home for row in members for home in row.homes}))
+    homes = first.homes if len(members) == 1 else tuple(dict.fromkeys(home for row in members for home in row.homes))
     buckets = sorted({row.bucket for row in members if row.bucket is not None})
     return (
         name,
@@ -321,11 +321,18 @@ def _cells(name: str, members: Sequence[ParamRow]) -> tuple[str, ...]:
     )
 
 
-def _homes(homes: Sequence[int], *, is_sorted: bool, limit: int = 6) -> str:
-    if EVERY_RANK in homes:
+def _called(homes: Sequence[int], world: int) -> int | str:
+    """Who orthogonalises a matrix: a rank, or all of them; some of them by their numbers."""
+    if len(homes) == world:
+        return "all"
+    return homes[0] if len(homes) == 1 else "+".join(map(str, homes))
+
+
+def _homes(homes: Sequence[int | str], *, is_sorted: bool, limit: int = 6) -> str:
+    if "all" in homes:
         return "all"
     if is_sorted:
-        return ranges(homes)
+        return ranges(sorted(home for home in homes if isinstance(home, int)))
     shown = ",".join(map(str, homes[:limit]))
     return f"{shown},.." if len(homes) > limit else shown
 

@@ -22,10 +22,10 @@ from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem, did_you_mean
 from layerwise.layout.choice import Choice, Hardware
-from layerwise.layout.plan import DEFAULT_HARDWARE, resolve_layout
+from layerwise.layout.options import DEFAULT_HARDWARE, Options, bucket_numel_of, resolve_layout
 from layerwise.layout.schedule import Phase
 from layerwise.layout.slots import Staging
-from layerwise.layout.storage import BufferKey, Reducer, bucket_numel_of
+from layerwise.layout.storage import BufferKey, Reducer
 from layerwise.planner.hf_config import UnknownFamilyError, hf_table
 from layerwise.planner.presets import PRESETS, preset
 from layerwise.planner.report import Column, Comparison, Setting, compare
@@ -195,13 +195,15 @@ def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | 
     setting = Setting(
         world=request.world,
         worlds={param.domain: request.world // request.expert_parallel for param in table if param.domain != DENSE},
-        grad_dtype=request.grad_dtype,
-        bucket_numel=bucket_numel_of(request.bucket_mib, request.grad_dtype),
-        reducer=request.reducer,
-        shard_grads=request.shard_grads,
-        staging=request.staging,
+        options=Options(
+            grad_dtype=request.grad_dtype,
+            bucket_numel=bucket_numel_of(request.bucket_mib, request.grad_dtype),
+            reducer=request.reducer,
+            shard_grads=request.shard_grads,
+            staging=request.staging,
+            hardware=request.hardware,
+        ),
         rules=Rules(matrix=RULES_BY_KIND[request.rule](lr=0.0)),
-        hardware=request.hardware,
     )
     if not any(param.trainable for param in table):
         raise ConfigError(
@@ -231,15 +233,15 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
         "matrices": comparison.matrices,
         "settings": {
             "param_dtypes": sorted({str(param.dtype) for param in table}),
-            "grad_dtype": str(setting.grad_dtype),
+            "grad_dtype": str(setting.options.grad_dtype),
             "rule": setting.rules.matrix.kind,
             "other_rule": setting.rules.other.kind,
-            "reducer": setting.reducer,
-            "shard_grads": setting.shard_grads,
-            "staging": setting.staging,
+            "reducer": setting.options.reducer,
+            "shard_grads": setting.options.shard_grads,
+            "staging": setting.options.staging,
             "bucket_mib": request.bucket_mib,
         },
-        "hardware": {"tflops": setting.hardware.ns_tflops, "link_gb_s": setting.hardware.link_gb_s},
+        "hardware": {"tflops": setting.options.hardware.ns_tflops, "link_gb_s": setting.options.hardware.link_gb_s},
         "layouts": [column.to_json() for column in comparison.columns],
         "reasons": [
             {"buffer": _label(choice), "layout": choice.layout, "reason": choice.reason}
@@ -272,15 +274,15 @@ def _title(request: PlanRequest, comparison: Comparison) -> str:
     domains = "".join(f", each {domain} param on {size} of them" for domain, size in sorted(setting.worlds.items()))
     dtypes = " and ".join(sorted({str(param.dtype) for param in table}))
     extras = [
-        f"{setting.reducer} sums" if setting.reducer != "collective" else "",
-        "gradients released once reduced" if setting.shard_grads else "",
-        "slots in idle gradients" if setting.staging == "gradients" else "",
+        f"{setting.options.reducer} sums" if setting.options.reducer != "collective" else "",
+        "gradients released once reduced" if setting.options.shard_grads else "",
+        "slots in idle gradients" if setting.options.staging == "gradients" else "",
         f"buckets of {request.bucket_mib:g} MiB" if request.bucket_mib is not None else "",
     ]
     return (
         f"{request.model}: {len(table)} params, {format_count(elements)} elements, {comparison.matrices} matrices on "
         f"{setting.world} rank{'s' if setting.world != 1 else ''}{domains}\n"
-        f"{dtypes} params, {setting.grad_dtype} gradients, {setting.rules.matrix.kind} and {setting.rules.other.kind}"
+        f"{dtypes} params, {setting.options.grad_dtype} gradients, {setting.rules.matrix.kind} and {setting.rules.other.kind}"
         + "".join(f", {extra}" for extra in extras if extra)
     )
 
@@ -341,7 +343,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         yield "* auto takes flat: there is nothing to choose, no matrix is held by more than one rank"
     for layout, why in comparison.left_out.items():
         yield f"without {layout}: {why}"
-    hardware = comparison.setting.hardware
+    hardware = comparison.setting.options.hardware
     yield (
         f"assumed: {hardware.ns_tflops:g} TFLOP/s in Newton-Schulz (--tflops), {hardware.link_gb_s:g} GB/s from each rank "
         "(--link-gb-s), no latency, and a backward that makes gradients as fast as the wire reduces them"

@@ -100,8 +100,7 @@ def cuts_of_ties(plan: Plan) -> dict[str, dict[str, str]]:
             found[bucket.tie] = {
                 "layout": plan.buffers[bucket.buffer].key.layout,
                 "elements": str(bucket.numel),
-                "shards": str(bucket.num_shards),
-                "borders": str(list(bucket.borders)),
+                "shards": str(bucket.shards.to_json()),
                 "route": route.family,
                 "matrices": str([(matrix.rows, matrix.cols) for matrix in route.matrices]),
                 "options": str(dict(route.options)),

@@ -78,6 +78,8 @@ class Rule:
 
     kind: ClassVar[str]
     is_matrix_rule: ClassVar[bool]
+    state_names: ClassVar[tuple[str, ...]]
+    """The fp32 numbers that are kept for every element, where the element is owned."""
 
     lr: float
     """Learning rate."""
@@ -101,6 +103,16 @@ class Rule:
         """Write a field while the rule is made; nobody else may."""
         object.__setattr__(self, name, value)
 
+    @classmethod
+    def home_state(cls, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
+        """The fp32 state that lives with a matrix of this logical shape at its home, by name, with its shape."""
+        return {}
+
+    @property
+    def wire_dtype(self) -> DType:
+        """What the update of a matrix travels in."""
+        return DType.BF16
+
     def options(self) -> dict[str, object]:
         """The fields as a param group holds them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -116,6 +128,7 @@ class Muon(Rule):
 
     kind: ClassVar[str] = "muon"
     is_matrix_rule: ClassVar[bool] = True
+    state_names: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
     """mu of the exponential moving average of gradients."""
@@ -165,9 +178,7 @@ class Muon(Rule):
 
     @property
     def wire_dtype(self) -> DType:
-        """What the update is rounded to before orthogonalisation, in every layout, so that all layouts agree
-        bitwise."""
-        return DType.BF16 if self.ns_dtype == "bf16" else DType.FP32
+        return wire_dtype_for(self.ns_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +192,10 @@ class NorMuon(Muon):
 
     eps: float = 1e-8
     """Added to the root of the second moment."""
+
+    @classmethod
+    def home_state(cls, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
+        return {"row_moment": (rows,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +211,10 @@ class AdaMuon(Muon):
     eps: float = 1e-8
     """Added to the root of the second moment."""
 
+    @classmethod
+    def home_state(cls, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
+        return {"second_moment": (rows, cols)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Rule):
@@ -203,6 +222,7 @@ class AdamW(Rule):
 
     kind: ClassVar[str] = "adamw"
     is_matrix_rule: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decays of the first and second moment."""
@@ -217,6 +237,7 @@ class Lion(Rule):
 
     kind: ClassVar[str] = "lion"
     is_matrix_rule: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     betas: tuple[float, float] = (0.95, 0.98)
     """Interpolation used for the update, and decay of the momentum."""
@@ -224,6 +245,12 @@ class Lion(Rule):
 
 RULES_BY_KIND: dict[str, type[Rule]] = {rule.kind: rule for rule in (Muon, NorMuon, AdaMuon, AdamW, Lion)}
 """Every rule by the name configs and param groups use."""
+
+
+def wire_dtype_for(ns_dtype: str) -> DType:
+    """What an update is rounded to before it is orthogonalised in `ns_dtype`, in every layout, so that all layouts agree
+    bitwise; it travels in that."""
+    return DType.BF16 if ns_dtype == "bf16" else DType.FP32
 
 
 def update_scale(scale: str, rows: int, cols: int) -> float:

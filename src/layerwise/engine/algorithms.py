@@ -1,5 +1,5 @@
-"""What each rule does with tensors: its state, its element-wise part on shards, and for matrix rules what happens to a
-whole matrix at its home."""
+"""What each rule does with tensors: its element-wise part on shards, and for matrix rules what happens to a whole matrix
+at its home. Which state it keeps, and what matrices travel in, are facts of the rules themselves: `config/rules.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import coefficient_schedule
+from layerwise.config.rules import wire_dtype_for
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import adamw_, lion_, momentum_
 from layerwise.kernels.facts import products_for
@@ -19,7 +20,7 @@ from layerwise.kernels.products import Products
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 from layerwise.models.table import torch_dtype
 
-Options = Mapping[str, object]
+LiveOptions = Mapping[str, object]
 """The options of a live param group, as its rule holds them."""
 
 
@@ -35,16 +36,11 @@ class Runs:
 class ElementwiseAlgorithm(Protocol):
     """A rule that needs no more than an element and its state."""
 
-    @property
-    def state_names(self) -> tuple[str, ...]: ...
-
-    def update_(self, runs: Runs, options: Options, step: int) -> None: ...
+    def update_(self, runs: Runs, options: LiveOptions, step: int) -> None: ...
 
 
 class _AdamW:
-    state_names = ("exp_avg", "exp_avg_sq")
-
-    def update_(self, runs: Runs, options: Options, step: int) -> None:
+    def update_(self, runs: Runs, options: LiveOptions, step: int) -> None:
         adamw_(
             runs.masters,
             runs.grads,
@@ -58,18 +54,14 @@ class _AdamW:
 
 
 class _Lion:
-    state_names = ("exp_avg",)
-
-    def update_(self, runs: Runs, options: Options, step: int) -> None:
+    def update_(self, runs: Runs, options: LiveOptions, step: int) -> None:
         lion_(runs.masters, runs.grads, runs.states["exp_avg"], lr=number(options, "lr"), betas=_betas(options))
 
 
 class _Muon:
     """Momentum on shards, Newton-Schulz at home. The relatives below add to what happens at home."""
 
-    state_names: tuple[str, ...] = ("momentum",)
-
-    def prepare_(self, runs: Runs, options: Options) -> None:
+    def prepare_(self, runs: Runs, options: LiveOptions) -> None:
         """Leave in `grads` what is to be orthogonalised."""
         momentum_(
             runs.grads,
@@ -78,17 +70,13 @@ class _Muon:
             nesterov=bool(options["nesterov"]),
         )
 
-    def home_state(self, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
-        """State that lives with a matrix at its home, by name, with its shape."""
-        return {}
-
-    def direction(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+    def direction(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
         """The orthogonalised update, in the dtype it travels in. Rounding to that dtype comes first in every layout,
         also where nothing travels."""
-        wire = wire_dtype(options)
+        wire = _wire_dtype(options)
         return self._at_home(update_BMN.to(wire), options, state).to(wire)
 
-    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
         return orthogonalize(
             update_BMN,
             schedule=coefficient_schedule(options["coefficients"], int(number(options, "steps"))),  # type: ignore[arg-type]
@@ -98,10 +86,7 @@ class _Muon:
 
 
 class _NorMuon(_Muon):
-    def home_state(self, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
-        return {"row_moment": (rows,)}
-
-    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
         direction_BMN = super()._at_home(update_BMN, options, state)
         return normalise_rows(
             direction_BMN, state["row_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
@@ -109,10 +94,7 @@ class _NorMuon(_Muon):
 
 
 class _AdaMuon(_Muon):
-    def home_state(self, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
-        return {"second_moment": (rows, cols)}
-
-    def _at_home(self, update_BMN: Tensor, options: Options, state: Mapping[str, Tensor]) -> Tensor:
+    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
         direction_BMN = super()._at_home(update_BMN.sign(), options, state)
         return normalise_elements(
             direction_BMN, state["second_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
@@ -125,26 +107,20 @@ ELEMENTWISE: dict[str, ElementwiseAlgorithm] = {"adamw": _AdamW(), "lion": _Lion
 MATRIX: dict[str, MatrixAlgorithm] = {"muon": _Muon(), "normuon": _NorMuon(), "adamuon": _AdaMuon()}
 
 
-def state_names(kind: str) -> tuple[str, ...]:
-    """The per-element state of a rule."""
-    return MATRIX[kind].state_names if kind in MATRIX else ELEMENTWISE[kind].state_names
-
-
-def number(options: Options, name: str) -> float:
+def number(options: LiveOptions, name: str) -> float:
     """A numeric option."""
     return float(options[name])  # type: ignore[arg-type]
 
 
-def products_of(options: Options, device: torch.device) -> Products:
+def products_of(options: LiveOptions, device: torch.device) -> Products:
     """Who multiplies the matrices of a param group at their homes, and why."""
-    return products_for(device, wire_dtype(options), torch_dtype(DType(str(options["ns_dtype"]))))
+    return products_for(device, _wire_dtype(options), torch_dtype(DType(str(options["ns_dtype"]))))
 
 
-def _betas(options: Options) -> tuple[float, float]:
+def _betas(options: LiveOptions) -> tuple[float, float]:
     betas: Any = options["betas"]
     return float(betas[0]), float(betas[1])
 
 
-def wire_dtype(options: Options) -> torch.dtype:
-    """What an update is rounded to on its way to Newton-Schulz."""
-    return torch.bfloat16 if options["ns_dtype"] == "bf16" else torch.float32
+def _wire_dtype(options: LiveOptions) -> torch.dtype:
+    return torch_dtype(wire_dtype_for(str(options["ns_dtype"])))

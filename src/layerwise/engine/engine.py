@@ -4,10 +4,8 @@ optimizer that steps it."""
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,24 +17,21 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, destroy, share, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
-from layerwise.dtypes import DType
+from layerwise.engine.gradients import Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
-from layerwise.engine.reducer import GradReducer
+from layerwise.engine.reducer import GradReducer, StepCount
+from layerwise.engine.traffic import Traffic
 from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.kernels.hashing import hash_bits
+from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.slots import Staging
-from layerwise.layout.storage import ParamSync, Reducer, bucket_numel_of
 from layerwise.memory.hooked import hook, is_hooked, unhook
-from layerwise.memory.slots import Slots
 from layerwise.memory.storage import Storage, one_device
-from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table, plain_dtype
-from layerwise.routing.rules import RouteRule, suspicion
+from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
+from layerwise.routing.rules import suspicion
 from layerwise.routing.spec import DENSE, EXPERT
 
 _SWITCHES = (
-    "strict",
-    "shard_grads",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "align_param_gather",
@@ -47,17 +42,9 @@ _SWITCHES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a DataParallel was asked for; `DataParallel` documents them."""
+    """What a DataParallel was asked for; `DataParallel` documents them. What makes a plan is in `options`."""
 
-    layout: str = "auto"
-    rules: Sequence[RouteRule] | None = None
-    strict: bool = False
-    bucket_mib: float | None = None
-    grad_dtype: torch.dtype = torch.float32
-    reducer: Reducer = "collective"
-    param_sync: ParamSync = "gather"
-    shard_grads: bool = False
-    staging: Staging = "slots"
+    options: Options = DEFAULT_OPTIONS
     ties: Mapping[str, str] = field(default_factory=dict)
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
@@ -68,11 +55,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        mib = self.bucket_mib
-        if mib is not None and not (isinstance(mib, int | float) and math.isfinite(mib) and mib > 0):
-            raise ValueError(f"bucket_mib must be a positive number, got {mib!r}. Leave it out for the default.")
+            check_switch(name, getattr(self, name))
         ahead = self.prefetch
         if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
             raise ValueError(f"prefetch must be a number of buckets, 0 or more, or None for all, got {ahead!r}.")
@@ -88,40 +71,23 @@ class Settings:
 
 def plan_for(
     chunks: Sequence[nn.Module],
-    settings: Settings,
+    options: Options = DEFAULT_OPTIONS,
     *,
     world: int,
     worlds: Mapping[str, int] | None = None,
     ranks: int | None = None,
+    ties: Mapping[str, str] | None = None,
     stages_by_tie: Mapping[str, int] | None = None,
     vocabularies: Collection[tuple[int, int]] = (),
 ) -> Plan:
-    """The plan of live modules (also on the meta device). `vocabularies` are shapes of embeddings on other pipeline
-    stages."""
-    dtype = plain_dtype(settings.grad_dtype, "grad_dtype")
-    if dtype is DType.FP64:
-        raise TypeError("grad_dtype is torch.float64: expected one of fp32, bf16, fp16.")
-    table = param_table(*chunks, vocabularies=vocabularies, ties=settings.ties)
+    """The plan of live modules (also on the meta device). `ties` names the copies here of weights that other pipeline
+    stages hold too, `vocabularies` are shapes of embeddings there."""
+    table = param_table(*chunks, vocabularies=vocabularies, ties=ties or {})
     if not any(param.trainable for param in table):
         raise ValueError(
             f"{type(chunks[0]).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
         )
-    return make_plan(
-        table,
-        world=world,
-        worlds=worlds,
-        ranks=ranks,
-        layout=settings.layout,
-        rules=settings.rules,
-        strict=settings.strict,
-        grad_dtype=dtype,
-        bucket_numel=bucket_numel_of(settings.bucket_mib, dtype),
-        reducer=settings.reducer,
-        param_sync=settings.param_sync,
-        shard_grads=settings.shard_grads,
-        staging=settings.staging,
-        stages_by_tie=stages_by_tie,
-    )
+    return make_plan(table, options, world=world, worlds=worlds, ranks=ranks, stages_by_tie=stages_by_tie)
 
 
 def refuse_sharded(params: Mapping[str, nn.Parameter]) -> None:
@@ -171,10 +137,12 @@ def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> 
     return number // 2, rank
 
 
-class StepsEngine(Protocol):
+class Steps(Protocol):
     """What the engine's other users need of its optimizer."""
 
     def clip_next_step(self, max_norm: float) -> Tensor: ...
+
+    def free_buffers(self) -> None: ...
 
 
 def _undo_all(undo: list[Callable[[], object]]) -> None:
@@ -185,7 +153,7 @@ def _undo_all(undo: list[Callable[[], object]]) -> None:
 class Engine:
     """Plan, storage, reducer and publisher of one model on one rank."""
 
-    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, settings: Settings, *, hooked: bool) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, settings: Settings) -> None:
         self.chunks = tuple(chunks)
         self.groups = groups
         self.settings = settings
@@ -200,49 +168,70 @@ class Engine:
             lambda plan: {**plan.to_json(), "constants": self._describe_constants()},
         )
         check_alike(groups, self.roster, "is stored", cuts_of_ties(self.plan))
-        self.sent_nbytes: Counter[str] = Counter()
+        self.traffic = Traffic()
+        self.count = StepCount()
         checked = settings.check_collectives
-        self.everyone = Communicator(groups.training, self._contract(groups.control), self.sent_nbytes)
+        self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step)
         self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
         ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
         self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
-        for bucket in self.plan.buckets:
-            if bucket.world != self.communicators[bucket.domain].world:
+        for shard in self.plan.shards:
+            if shard.world != self.communicators[shard.domain].world:
                 raise PlanMismatchError(
-                    f"{bucket.label} is laid out for {bucket.world} ranks, domain {bucket.domain!r} has "
-                    f"{self.communicators[bucket.domain].world}: shards would have no owner."
+                    f"{shard.label} is laid out for {shard.world} ranks, domain {shard.domain!r} has "
+                    f"{self.communicators[shard.domain].world}: shards would have no owner."
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
         self.storage = Storage(self.plan, trainables, ranks)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
-        # Gathers belong to the step that made them due, whenever they are launched, and are counted apart.
-        self.gathered_nbytes: Counter[str] = Counter()
         self.publisher = Publisher(
             self.storage,
             {
-                name: Communicator(own.group, own.contract, self.gathered_nbytes)
+                name: Communicator(own.group, own.contract, self.traffic.gathered)
                 for name, own in self.communicators.items()
             },
             overlap=settings.overlap_param_gather,
             prefetch=settings.prefetch,
             aligned=settings.align_param_gather,
         )
-        self.reducer = GradReducer(
-            self.storage, self.communicators, self._ties, overlap=overlap, before=self.publisher.launch_all
-        )
-        if hooked:
+        self.traffic.due.update(self.publisher.due_nbytes)
+        self.gradients: Gradients
+        if self.plan.options.memory == "params":
+            self.gradients = OwnGradients(self.storage)
+        else:
+            self.gradients = GradReducer(
+                self.storage,
+                self.communicators,
+                self._ties,
+                overlap=overlap,
+                before=self.publisher.launch_all,
+                count=self.count,
+            )
             for fqn, param in self.storage.params.items():
-                hook(fqn, param, self.reducer)
-        self.optimizer: Callable[[], StepsEngine | None] = lambda: None
-        """Who steps this engine, if anybody does: held weakly."""
-        self.slots: Slots | None = None
-        """Staging memory of the optimizer's exchange."""
+                hook(fqn, param, self.gradients)
+        self._stepper: Callable[[], Steps | None] = lambda: None
         self.is_released = False
         self._undo: list[Callable[[], object]] = []
         # A wrapper that nobody has any more leaves no hook behind. What its params hold stays: gathers that are under way
         # arrive, and whoever reads a param waits for them.
         weakref.finalize(self, _undo_all, self._undo).atexit = False
+
+    @property
+    def reducer(self) -> GradReducer:
+        """Who takes gradients from backward to buckets, where the plan has any."""
+        if not isinstance(self.gradients, GradReducer):
+            raise StateError("gradients of this model stay in the params' own .grad: there are no buckets to fill.")
+        return self.gradients
+
+    @property
+    def optimizer(self) -> Steps | None:
+        """Who steps this engine, if anybody does."""
+        return self._stepper()
+
+    def attach(self, optimizer: Steps) -> None:
+        """This one steps the engine from now on, for as long as somebody else holds it."""
+        self._stepper = weakref.ref(optimizer)
 
     def when_released(self, undo: Callable[[], object]) -> None:
         """Call this when the module is to be as it was before. It must not hold the engine."""
@@ -253,7 +242,7 @@ class Engine:
         """Bring weights up to date, give them memory of their own and take every hook away. The engine is of no use any
         more."""
         self.publisher.ensure_all()
-        self.reducer.forget()
+        self.gradients.forget()
         _undo_all(self._undo)
         unhook(self.storage.params.values())
         self.storage.release()
@@ -270,10 +259,11 @@ class Engine:
         _refuse_claimed(params)
         plan = plan_for(
             self.chunks,
-            self.settings,
+            self.settings.options,
             world=self.groups.domains[DENSE].world,
             worlds={name: domain.world for name, domain in self.groups.domains.items()},
             ranks=self.groups.world,
+            ties=self.settings.ties,
             stages_by_tie={tie: len(stages) for tie, stages in self.roster.stages_by_tie.items()},
             vocabularies=self.roster.vocabularies,
         )
@@ -299,7 +289,7 @@ class Engine:
         return Contract(control) if self.settings.check_collectives and control is not None else None
 
     def _communicator(self, domain: Domain) -> Communicator:
-        return Communicator(domain.group, self._contract(domain.control), self.sent_nbytes)
+        return Communicator(domain.group, self._contract(domain.control), self.traffic.in_step)
 
     def _constants(self) -> dict[str, Tensor]:
         """What the model reads beside its trainable params: frozen ones and buffers."""
@@ -312,13 +302,13 @@ class Engine:
     def spread_from_first(self) -> None:
         """Make every rank start from the weights and buffers of its domain's first rank, as DistributedDataParallel
         does, and copies of a tied weight from its first stage."""
-        for bucket in self.storage.buckets:
-            self.communicators[bucket.plan.domain].broadcast(bucket.replica, label=bucket.plan.label)
+        for replica in self.storage.replicas:
+            self.communicators[replica.plan.domain].broadcast(replica.weights, label=replica.plan.label)
         # By name: copies of different ties may lie in another order on another stage.
-        for bucket in sorted(self.storage.buckets, key=lambda bucket: bucket.plan.tie):
-            if bucket.plan.tie:
-                self._ties[bucket.plan.tie].broadcast(bucket.replica, label=f"tie {bucket.plan.tie!r}")
-            bucket.refresh_master()
+        for replica in sorted(self.storage.replicas, key=lambda replica: replica.plan.tie):
+            if replica.plan.tie:
+                self._ties[replica.plan.tie].broadcast(replica.weights, label=f"tie {replica.plan.tie!r}")
+            replica.shard.take_weight()
         domain_of = domains_by_prefix(*self.chunks)
         for name, tensor in self._constants().items():
             if tensor.numel():
@@ -348,11 +338,11 @@ class Engine:
         up to date, and no reduction under way."""
         problem = ""
         for domain, communicator in sorted(self.communicators.items()):
-            buckets = [bucket for bucket in self.storage.buckets if bucket.plan.domain == domain]
-            differs = _first_difference([bucket.replica for bucket in buckets], communicator)
+            replicas = [replica for replica in self.storage.replicas if replica.plan.domain == domain]
+            differs = _first_difference([replica.weights for replica in replicas], communicator)
             if differs is not None and not problem:
                 number, rank = differs
-                plan = buckets[number].plan
+                plan = replicas[number].plan
                 params = [self.storage.params[placement.fqn].detach().view(-1) for placement in plan.placements]
                 which = _first_difference(params, communicator)
                 name = plan.placements[which[0] if which else 0].fqn
@@ -367,11 +357,11 @@ class Engine:
 
     def free_buffers(self) -> None:
         """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""
-        if self.slots is not None:
-            self.slots.free()
-        for bucket in self.storage.buckets:
-            if bucket.ring is not None:
-                bucket.ring.free()
+        if self.optimizer is not None:
+            self.optimizer.free_buffers()
+        for replica in self.storage.replicas:
+            if replica.ring is not None:
+                replica.ring.free()
         if self.storage.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -379,6 +369,6 @@ class Engine:
     def pull_from_replicas(self) -> None:
         """Take the weights that forward reads as the truth, after the user changed them."""
         self.publisher.ensure_all()
-        for bucket in self.storage.buckets:
-            for span in bucket.spans:
-                bucket.pull(span.part)
+        for shard in self.storage.shards:
+            for span in shard.spans:
+                shard.pull(span.part)

@@ -3,7 +3,7 @@ matrices, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,14 +14,14 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.dtypes import DType
 from layerwise.errors import StateError
-from layerwise.layout.exchange import Exchange, Piece, exchange_for
+from layerwise.layout.exchange import Exchange, Leg, Parcel, exchange_for
 from layerwise.layout.schedule import CommOp, CommSchedule
 from layerwise.layout.slots import Slot, passage_nbytes
+from layerwise.layout.spans import Region
 from layerwise.layout.work import WorkPlan
+from layerwise.memory.shards import Shard, region_of
 from layerwise.memory.slots import Lease, Slots
-from layerwise.memory.storage import Storage
 from layerwise.models.table import torch_dtype
-from layerwise.routing.geometry import flat_index, row_major_strides
 from layerwise.routing.matrices import Matrix
 
 
@@ -44,14 +44,35 @@ class Batch:
         return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
 
 
-@dataclass(frozen=True)
-class OwnedRegion:
-    """A region of a matrix in this rank's own memory."""
+class OwnedRegion(NamedTuple):
+    """A region of a matrix in one of this rank's shards."""
 
-    fqn: str
+    shard: Shard
+    region: Region
     matrix: Matrix
-    update: Tensor  # view of the bucket's work tensor
-    master: Tensor  # view of the bucket's master
+    master: Tensor  # view of the shard's master
+
+
+class _Updates:
+    """Where regions lie in their shards' updates. Where those stay the same tensors, so do the views."""
+
+    def __init__(self, owned: Iterable[OwnedRegion]) -> None:
+        self._owned = list(owned)
+        self._shards = list({id(one.shard): one.shard for one in self._owned}.values())
+        self._bound: list[Tensor] = []
+        self._views: list[Tensor] = []
+
+    def views(self) -> list[Tensor]:
+        now = [shard.update for shard in self._shards]
+        if len(now) != len(self._bound) or any(one is not other for one, other in zip(now, self._bound, strict=True)):
+            self._bound = now
+            self._views = [region_of(one.shard.update, one.region) for one in self._owned]
+        return self._views
+
+    def unbind(self) -> None:
+        """Let go of updates that are not there any more."""
+        if any(shard.update is not bound for shard, bound in zip(self._shards, self._bound, strict=False)):
+            self._bound, self._views = [], []
 
 
 class _HomeRegion(NamedTuple):
@@ -84,7 +105,7 @@ class Cohort:
 
     def __init__(
         self,
-        storage: Storage,
+        shards: Mapping[int, Shard],
         communicator: Communicator,
         schedule: CommSchedule,
         work: WorkPlan,
@@ -98,9 +119,9 @@ class Cohort:
         self._there = schedule.find("exchange", label)
         self._back = schedule.find("return", label)
         self._work_plan = work
-        self._storage = storage
+        self._shards = shards
         self._table = exchange_for(
-            work, {bucket.plan.index: bucket.plan for bucket in storage.buckets}, number, communicator.rank
+            work, {index: shard.plan for index, shard in shards.items()}, number, communicator.rank
         )
         self.dtype = torch_dtype(wire_dtype)
         self.batches = _batches(work, self._table, group_of)
@@ -109,27 +130,32 @@ class Cohort:
             for index, batch in enumerate(self.batches)
             for position, item in enumerate(batch.items)
         }
-        # Shards stay where they are, so their views are made once. Homes get fresh tensors in every step: of those, only
-        # where in them things lie.
-        self._staying = [self._owned_regions(piece) for piece in self._table.stays]
-        self._leaving = [self._owned_regions(piece) for piece in self._table.sends]
-        self._kept = [self._home_regions(piece) for piece in self._table.stays]
-        self._arriving = [self._home_regions(piece) for piece in self._table.receives]
-        self.owned = [region for regions in (*self._staying, *self._leaving) for region in regions]
-        self._device = storage.buckets[0].work.device
+        table = self._table
+        staying, returning = self._owned(table.stays), self._owned(table.back.receives)
+        self._staying, self._returning = _Updates(staying), _Updates(returning)
+        self._leaving = _Updates(self._owned(table.there.sends))
+        self.owned = [*staying, *returning]
+        self._updates = _Updates(self.owned)
+        # Homes get fresh tensors in every step: of those, only where in them things lie.
+        self._kept = self._home_regions(table.stays)
+        self._arriving = self._home_regions(table.there.receives)
+        self._departing = self._home_regions(table.back.sends)
+        self._device = next(iter(shards.values())).master.device
         self._slots: Slots | None = None
         self._slot: Slot | None = None
 
     @property
     def travels(self) -> bool:
         """Whether any rank moves any of it."""
-        return self._there is not None
+        return self._there is not None or self._back is not None
 
     @property
     def passage_nbytes(self) -> int:
-        """Bytes of a slot for one passage of this cohort on this rank."""
-        itemsize = self.dtype.itemsize
-        return passage_nbytes(sum(self._table.send_splits) * itemsize, sum(self._table.receive_splits) * itemsize)
+        """Bytes of a slot for one passage of this cohort on this rank, whichever way takes more."""
+        return max(
+            passage_nbytes(sum(leg.send_splits) * self.dtype.itemsize, sum(leg.receive_splits) * self.dtype.itemsize)
+            for leg in (self._table.there, self._table.back)
+        )
 
     def assign(self, slots: Slots, slot: Slot) -> None:
         """Where it will lie while it travels: known once the passages of all cohorts are."""
@@ -137,7 +163,7 @@ class Cohort:
 
     def send(self) -> Passage:
         """Start this cohort's pieces on their way to their homes."""
-        return self._move(self._there, _updates(self._leaving), self._table)
+        return self._move(self._there, self._leaving.views(), self._table.there)
 
     def unpack(self, passage: Passage) -> list[Tensor]:
         """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
@@ -146,66 +172,64 @@ class Cohort:
             torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
             for batch in self.batches
         ]
-        self._copy(_in_batches(self._kept, tensors), _updates(self._staying))
-        self._scatter(received, _in_batches(self._arriving, tensors))
+        _copy_all(_in_batches(self._kept, tensors), self._staying.views())
+        _scatter(received, _in_batches(self._arriving, tensors))
         passage.release()
         return tensors
 
     def send_back(self, updates: Sequence[Tensor]) -> Passage:
         """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
-        self._copy(_updates(self._staying), _in_batches(self._kept, updates))
-        return self._move(self._back, _in_batches(self._arriving, updates), self._table.inverse())
+        _copy_all(self._staying.views(), _in_batches(self._kept, updates))
+        return self._move(self._back, _in_batches(self._departing, updates), self._table.back)
 
-    def _move(self, op: CommOp | None, outgoing: Sequence[Sequence[Tensor]], table: Exchange) -> Passage:
+    def _move(self, op: CommOp | None, leaving: Sequence[Tensor], leg: Leg) -> Passage:
         if op is None:  # no rank has anything to send
             nothing = torch.empty(0, dtype=self.dtype, device=self._device)
             return Passage(Handle(f"{self.label}, which stays where it is", nothing), None)
         who = f"the {op.phase} of {self.label}"
         if self._slots is None or self._slot is None:
             raise StateError(f"{who} has been assigned no slot.")
-        lease = self._slots.lease(self._slot, sum(table.send_splits), sum(table.receive_splits), self.dtype, who)
-        leaving = [region for regions in outgoing for region in regions]
+        lease = self._slots.lease(self._slot, sum(leg.send_splits), sum(leg.receive_splits), self.dtype, who)
         _copy_all(_laid_out(lease.send, leaving), leaving)
-        handle = self._communicator.all_to_all(op, lease.send, lease.receive, table.send_splits, table.receive_splits)
+        handle = self._communicator.all_to_all(op, lease.send, lease.receive, leg.send_splits, leg.receive_splits)
         return Passage(handle, lease)
 
     def store(self, passage: Passage) -> None:
-        """Write returned updates into this rank's work tensors."""
-        self._scatter(passage.handle.wait(), _updates(self._leaving))
+        """Write returned updates into this rank's shards."""
+        _scatter(passage.handle.wait(), self._returning.views())
         passage.release()
 
-    @staticmethod
-    def _copy(targets: Sequence[Sequence[Tensor]], sources: Sequence[Sequence[Tensor]]) -> None:
-        _copy_all(*([view for views in some for view in views] for some in (targets, sources)))
+    def updates(self) -> list[Tensor]:
+        """The update of every region in `owned`."""
+        return self._updates.views()
 
-    @staticmethod
-    def _scatter(received: Tensor, views: Sequence[Sequence[Tensor]]) -> None:
-        arriving = [region for regions in views for region in regions]
-        _copy_all(arriving, _laid_out(received, arriving))
+    def unbind(self) -> None:
+        """The step is over: let go of gradients that were not ours to keep."""
+        for updates in (self._staying, self._returning, self._leaving, self._updates):
+            updates.unbind()
 
-    def _owned_regions(self, piece: Piece) -> list[OwnedRegion]:
-        item = self._work_plan.items[piece.item]
-        bucket, fqn, grid = self._storage.buckets[item.bucket], item.matrix.fqn, item.matrix.grid
-        return [
-            OwnedRegion(
-                fqn,
-                item.matrix,
-                bucket.region_in(bucket.work, fqn, grid, region),
-                bucket.region_in(bucket.master, fqn, grid, region),
+    def _owned(self, parcels: Iterable[Parcel]) -> list[OwnedRegion]:
+        found: list[OwnedRegion] = []
+        for parcel in parcels:
+            item = self._work_plan.items[parcel.item]
+            shard = self._shards[item.shard]
+            found.extend(
+                OwnedRegion(shard, region, item.matrix, region_of(shard.master, region)) for region in parcel.regions
             )
-            for region in piece.regions
-        ]
-
-    def _home_regions(self, piece: Piece) -> list[_HomeRegion]:
-        matrix = self._work_plan.items[piece.item].matrix
-        batch, position = self._place[piece.item]
-        strides = row_major_strides(matrix.box.shape)
-        found = []
-        for region in piece.regions:
-            inside = region.shifted_from(matrix.box.starts)
-            offset = position * matrix.numel + flat_index(inside.starts, matrix.box.shape)
-            found.append(_HomeRegion(batch, region.shape, strides, offset))
         return found
+
+    def _home_regions(self, parcels: Iterable[Parcel]) -> list[_HomeRegion]:
+        found = []
+        for parcel in parcels:
+            matrix = self._work_plan.items[parcel.item].matrix
+            batch, position = self._place[parcel.item]
+            for shape, _, (offset, strides) in parcel.regions:
+                found.append(_HomeRegion(batch, shape, strides, position * matrix.numel + offset))
+        return found
+
+
+def _scatter(received: Tensor, arriving: Sequence[Tensor]) -> None:
+    _copy_all(arriving, _laid_out(received, arriving))
 
 
 def _laid_out(message: Tensor, regions: Sequence[Tensor]) -> list[Tensor]:
@@ -220,12 +244,8 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def _in_batches(pieces: Sequence[Sequence[_HomeRegion]], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [[region.of(tensors) for region in regions] for regions in pieces]
-
-
-def _updates(pieces: Sequence[Sequence[OwnedRegion]]) -> list[list[Tensor]]:
-    return [[region.update for region in regions] for regions in pieces]
+def _in_batches(regions: Sequence[_HomeRegion], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [region.of(tensors) for region in regions]
 
 
 def _batches(work: WorkPlan, table: Exchange, group_of: Mapping[str, int]) -> tuple[Batch, ...]:

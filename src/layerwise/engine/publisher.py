@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
@@ -28,8 +29,9 @@ from layerwise.comm.scopes import scope
 from layerwise.errors import StateError, warn
 from layerwise.layout.schedule import CommOp, gather_order, publish_op
 from layerwise.layout.storage import BucketPlan
+from layerwise.memory.replicas import Replica
 from layerwise.memory.stale import StaleGuard
-from layerwise.memory.storage import Bucket, Storage
+from layerwise.memory.storage import Storage
 
 _PATIENCE_S = 10.0
 """After how long a rank that reads a weight says what it is waiting for."""
@@ -50,33 +52,37 @@ class Publisher:
         self._storage = storage
         self._communicators = communicators
         self.overlap = overlap
+        copied = {id(replica.shard) for replica in storage.replicas}
+        # What only its owner reads is written there at once.
+        self._alone = [shard for shard in storage.shards if id(shard) not in copied]
         self._ops = [
-            publish_op(bucket.plan, storage.plan.buffers[bucket.plan.buffer].key.dtype) for bucket in storage.buckets
+            publish_op(replica.plan, storage.plan.buffers[replica.plan.buffer].key.dtype)
+            for replica in storage.replicas
         ]
         self.due_nbytes: Counter[str] = Counter()
         """What one round of gathers will have sent."""
-        for bucket, op in zip(storage.buckets, self._ops, strict=True):
+        for replica, op in zip(storage.replicas, self._ops, strict=True):
             if op is not None:
-                self.due_nbytes[op.kind] += op.nbytes(communicators[bucket.plan.domain].rank)
+                self.due_nbytes[op.kind] += op.nbytes(communicators[replica.plan.domain].rank)
         self._prefetch, self._aligned = prefetch, aligned
         self._process = os.getpid()
-        self._guards = [self._guard(bucket) for bucket in storage.buckets] if overlap else []
+        self._guards = [self._guard(replica) for replica in storage.replicas] if overlap else []
         self._flights: dict[int, Handle] = {}
         # Whoever reads a weight may be a thread of the user's own, while another one waits for the same gather.
         self._lock = threading.RLock()
-        self._launched = len(storage.buckets)
-        self._set_order(gather_order(len(storage.buckets)))
+        self._launched = len(storage.replicas)
+        self._set_order(gather_order(len(storage.replicas)))
         # In which order modules first asked for buckets: the true forward order, once it has been seen.
         self._asked: list[int] | None = [] if overlap else None
         self._when_learned: list[Callable[[], object]] = []
-        self._compiled: dict[int, Bucket] = {}
-        self._unguarded: dict[int, Bucket] = {}
+        self._compiled: dict[int, Replica] = {}
+        self._unguarded: dict[int, Replica] = {}
         if overlap:
             before_exit(self)
 
-    def _guard(self, bucket: Bucket) -> StaleGuard:
-        params = [self._storage.params[placement.fqn] for placement in bucket.plan.placements]
-        return StaleGuard(params, partial(self.ensure, bucket))
+    def _guard(self, replica: Replica) -> StaleGuard:
+        params = [self._storage.params[placement.fqn] for placement in replica.plan.placements]
+        return StaleGuard(params, partial(self.ensure, replica))
 
     def _set_order(self, order: Sequence[int]) -> None:
         """The sequence of gathers, and how far each bucket's reader launches it."""
@@ -87,7 +93,7 @@ class Publisher:
         self._reach = {index: min(position + ahead, last) for position, index in enumerate(self._order)}
         if self._aligned:
             # All of a chunk at once, and nothing of the next: the pipeline's stages run the same chunk together.
-            chunks = [self._storage.plan.buffers[bucket.plan.buffer].key.chunk for bucket in self._storage.buckets]
+            chunks = [self._storage.plan.buffers[replica.plan.buffer].key.chunk for replica in self._storage.replicas]
             # Also what nobody asked for in the first forward, and would come last.
             in_turn = list(dict.fromkeys(chunks[index] for index in self._order))
             self._order.sort(key=lambda index: in_turn.index(chunks[index]))
@@ -98,29 +104,35 @@ class Publisher:
     def begin(self) -> None:
         """Masters have moved: all replicas are stale. Gathers now, or as forward asks for them."""
         with self._lock:
+            for replica in self._storage.replicas:
+                replica.expect_fresh()
+            for shard in self._storage.shards:
+                shard.version += 1
             self._launched = 0
             self._storage.note_update()
+            for shard in self._alone:
+                shard.round_master()
             if not self.overlap:
                 self.ensure_all()
                 return
             for guard in self._guards:
                 guard.arm()
             self._launch_to(self._first)
-            for bucket in self._unguarded.values():
-                self.ensure(bucket)
+            for replica in self._unguarded.values():
+                self.ensure(replica)
 
     @torch.no_grad()
-    def ensure(self, bucket: Bucket) -> None:
+    def ensure(self, replica: Replica) -> None:
         """Make this rank's replica of a bucket as new as its master."""
-        if bucket.replica_version != bucket.master_version:
-            self._catch_up(bucket)
+        if replica.version != replica.shard.version:
+            self._catch_up(replica)
 
-    def _catch_up(self, bucket: Bucket) -> None:
+    def _catch_up(self, replica: Replica) -> None:
         self._check_process()
         with self._lock:
-            if bucket.replica_version != bucket.master_version:  # still, after another thread's turn
-                self._launch_to(self._reach[bucket.plan.index])
-                self._land(bucket)
+            if replica.version != replica.shard.version:  # still, after another thread's turn
+                self._launch_to(self._reach[replica.plan.index])
+                self._land(replica)
 
     def launch_all(self) -> None:
         """Launch what is left, and wait for nothing."""
@@ -134,30 +146,31 @@ class Publisher:
         """Bring every bucket up to date."""
         self.launch_all()
         for index in self._order:
-            if self._storage.buckets[index].replica_version != self._storage.buckets[index].master_version:
-                self._catch_up(self._storage.buckets[index])
+            replica = self._storage.replicas[index]
+            if replica.version != replica.shard.version:
+                self._catch_up(replica)
 
     @torch.no_grad()
     def _launch_to(self, position: int) -> None:
         while self._launched <= position:
-            bucket = self._storage.buckets[self._order[self._launched]]
-            with scope(f"launch gather of {bucket.plan.label}"):
-                bucket.refresh_replica_shard()
-                op = self._ops[bucket.plan.index]
+            replica = self._storage.replicas[self._order[self._launched]]
+            with scope(f"launch gather of {replica.plan.label}"):
+                message = replica.message()
+                op = self._ops[replica.plan.index]
                 if op is not None:
-                    self._flights[bucket.plan.index] = self._start(bucket, op)
-                bucket.launch()
+                    self._flights[replica.plan.index] = self._start(replica, message, op)
+                replica.launch()
             self._launched += 1
 
-    def _land(self, bucket: Bucket) -> None:
-        flight = self._flights.get(bucket.plan.index)
+    def _land(self, replica: Replica) -> None:
+        flight = self._flights.get(replica.plan.index)
         if flight is not None:
-            with self._impatient(bucket):
+            with self._impatient(replica):
                 flight.wait()  # which may fail: only what has arrived is no flight any more
-            del self._flights[bucket.plan.index]
-        bucket.land()
+            del self._flights[replica.plan.index]
+        replica.land()
         if self._guards:
-            self._guards[bucket.plan.index].disarm()
+            self._guards[replica.plan.index].disarm()
 
     def leave(self, deadline_s: float) -> None:
         """The process ends: let what was launched arrive, since others wait for this rank's part of it."""
@@ -172,13 +185,13 @@ class Publisher:
             return  # the others are gone already, or late: there is nobody left to tell
 
     @contextmanager
-    def _impatient(self, bucket: Bucket) -> Iterator[None]:
+    def _impatient(self, replica: Replica) -> Iterator[None]:
         """Where gathers are launched as forward asks for them, it may be one rank alone that reads, while the others wait for
         it elsewhere: say what it waits for."""
         if self._prefetch is None and not self._aligned:
             yield
             return
-        name = bucket.plan.placements[0].fqn
+        name = replica.plan.placements[0].fqn
         hint = (
             f"{name!r} is read on this rank, which waits for the other ranks to read it too. If they wait for this one, call "
             "model.ensure() on every rank first, or pass prefetch=None to DataParallel."
@@ -201,22 +214,22 @@ class Publisher:
                 "model.ensure() before the fork."
             )
 
-    def _start(self, bucket: Bucket, op: CommOp) -> Handle:
-        communicator = self._communicators[bucket.plan.domain]
-        match bucket.plan.publisher:
+    def _start(self, replica: Replica, message: Tensor, op: CommOp) -> Handle:
+        communicator = self._communicators[replica.plan.domain]
+        match replica.plan.publisher:
             case "uneven_all_gather":
-                return communicator.uneven_all_gather(op, bucket.replica, bucket.plan.shard_numels())
+                return communicator.uneven_all_gather(op, replica.weights, replica.plan.shard_numels())
             case "broadcast":
-                return communicator.broadcast_parts(op, bucket.replica, _all_spans(bucket.plan))
+                return communicator.broadcast_parts(op, replica.weights, _all_spans(replica.plan))
             case _:
-                return communicator.all_gather(op, bucket.replica_shard, bucket.replica)
+                return communicator.all_gather(op, message, replica.weights)
 
     # -- the order of forward ------------------------------------------------------------------------
 
-    def ask(self, buckets: Iterable[Bucket]) -> None:
+    def ask(self, buckets: Iterable[Replica]) -> None:
         """A module that reads these is about to run."""
         if self._asked is not None:
-            self._asked.extend(bucket.plan.index for bucket in buckets if bucket.plan.index not in self._asked)
+            self._asked.extend(replica.plan.index for replica in buckets if replica.plan.index not in self._asked)
 
     def when_learned(self, then: Callable[[], object]) -> None:
         """Call this once nobody needs to `ask` any more."""
@@ -232,7 +245,7 @@ class Publisher:
         def mine() -> dict[str, object]:
             # In here, because a warning may be an error, and one on one rank must be one on all.
             if groups.rank == first and [index for index in self._order if index in asked] != asked:
-                name = self._storage.buckets[asked[0]].plan.placements[0].fqn
+                name = self._storage.replicas[asked[0]].plan.placements[0].fqn
                 warn(
                     "modules run in another order than they were registered in: params are gathered as they run from now "
                     f"on, first the bucket of {name!r}.",
@@ -248,25 +261,25 @@ class Publisher:
 
     # -- compiled modules ----------------------------------------------------------------------------
 
-    def note_compiled(self, buckets: Iterable[Bucket]) -> None:
+    def note_compiled(self, buckets: Iterable[Replica]) -> None:
         """A module that reads these is being traced: the code that comes of it will not ask."""
-        for bucket in buckets:
-            if bucket.plan.index in self._compiled and bucket.replica_version != bucket.master_version:
+        for replica in buckets:
+            if replica.plan.index in self._compiled and replica.version != replica.shard.version:
                 # It is entered by a way that we do not know. Tracing it anew in every step would cost more than it saves.
-                self._unguarded[bucket.plan.index] = bucket
-            self._compiled[bucket.plan.index] = bucket
-            self.ensure(bucket)
+                self._unguarded[replica.plan.index] = replica
+            self._compiled[replica.plan.index] = replica
+            self.ensure(replica)
 
     def ensure_compiled(self) -> None:
         """Bring up to date whatever compiled code may read. Never to be traced itself."""
-        for bucket in self._compiled.values():
-            self.ensure(bucket)
+        for replica in self._compiled.values():
+            self.ensure(replica)
 
 
 def _all_spans(plan: BucketPlan) -> list[tuple[int, slice]]:
     """Every span of a bucket with the rank that owns it, as parts of the bucket."""
     found: list[tuple[int, slice]] = []
-    for shard in range(plan.num_shards):
-        start = plan.shard_start(shard)
-        found.extend((shard, slice(start + span.part.start, start + span.part.stop)) for span in plan.spans(shard))
+    for rank in range(plan.world):
+        start = plan.shard_part(rank).start
+        found.extend((rank, slice(start + span.part.start, start + span.part.stop)) for span in plan.spans(rank))
     return found

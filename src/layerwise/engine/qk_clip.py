@@ -19,10 +19,11 @@ from layerwise.config.clipping import QKClip
 from layerwise.engine.engine import Engine
 from layerwise.errors import StateError, listed
 from layerwise.layout.schedule import logits_op
+from layerwise.layout.spans import regions_of
+from layerwise.memory.shards import region_of
 from layerwise.memory.storage import Storage
 from layerwise.models.logits import MaxLogits, unwatch, watch
 from layerwise.models.table import declarations
-from layerwise.routing.geometry import regions_within
 from layerwise.routing.heads import AttentionHeads, ClippedModule, ClippedRows, clipped_modules
 from layerwise.routing.spec import ParamSpec
 
@@ -96,7 +97,7 @@ class Clipper:
     def __init__(self, engine: Engine, watched: Watched) -> None:
         self._clip = watched.clip
         self._communicator = engine.everyone
-        self._device = engine.storage.buckets[0].work.device
+        self._device = engine.storage.device
         modules = _modules_of_all_stages(engine, watched)
         if not modules:
             raise ValueError(
@@ -234,9 +235,8 @@ def _modules_of_all_stages(engine: Engine, watched: Watched) -> list[_Module]:
 
 
 def _views(part: ClippedRows, storage: Storage) -> Iterator[Tensor]:
-    """What this rank's master has of these rows."""
-    for bucket in storage.buckets:
-        span = bucket.span_by_fqn.get(part.fqn)
-        if span is not None:
-            for region in regions_within(part.grid, part.box, span.start, span.stop):
-                yield bucket.region_in(bucket.master, part.fqn, part.grid, region)
+    """What this rank's masters have of these rows."""
+    for shard in storage.shards:
+        for span in shard.spans_by_fqn.get(part.fqn, ()):
+            for region in regions_of(part, span):
+                yield region_of(shard.master, region)

@@ -19,11 +19,21 @@ from torch import Tensor
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.scopes import scope
+from layerwise.engine.gradients import Said
 from layerwise.engine.reductions import reduction_of
 from layerwise.errors import StateError, listed
 from layerwise.layout.schedule import tie_op
 from layerwise.layout.storage import BucketPlan
-from layerwise.memory.storage import Bucket, Storage
+from layerwise.memory.replicas import Replica
+from layerwise.memory.shards import Shard
+from layerwise.memory.storage import Storage
+
+
+@dataclass
+class StepCount:
+    """Steps taken so far; there is one count for a model."""
+
+    steps: int = 0
 
 
 class BucketPhase(Enum):
@@ -66,16 +76,19 @@ class GradReducer:
         *,
         overlap: bool,
         before: Callable[[], None] = lambda: None,
+        count: StepCount | None = None,
     ) -> None:
         self._storage = storage
         self._overlap = overlap
         # What every rank must have launched before its first reduction.
         self._before = before
+        # Steps taken so far: what stochastic rounding goes by, so that a run can be resumed.
+        self._count = StepCount() if count is None else count
         self._reductions = [
-            reduction_of(bucket, storage.plan.grad_dtype, communicators[bucket.plan.domain])
-            for bucket in storage.buckets
+            reduction_of(replica, storage.plan.grad_dtype, communicators[replica.plan.domain])
+            for replica in storage.replicas
         ]
-        self._ties = {bucket.plan.index: ties[bucket.plan.tie] for bucket in storage.buckets if bucket.plan.tie}
+        self._ties = {replica.plan.index: ties[replica.plan.tie] for replica in storage.replicas if replica.plan.tie}
         self._launches = storage.plan.launches
         self._bucket_of = storage.plan.bucket_of
         self._written: set[str] = set()
@@ -85,26 +98,21 @@ class GradReducer:
         # reentrant activation checkpointing delivers a shared param's gradient in several parts, and a pipeline those
         # of all its microbatches. Until then nothing is launched early, unless full gradients must not pile up.
         self._expected: dict[str, int] | None = None
-        self._progress = [_Progress() for _ in storage.buckets]
+        self._progress = [_Progress() for _ in storage.replicas]
         self._late_grads: list[tuple[str, Tensor]] = []
         self._next = 0
         self._is_last_round = True
         self._is_finished = False
         self.sync = True
         """Whether gradients are of the last microbatch now: not in a `no_sync()` block."""
-        self.loss_was_scaled = False
-        """Whether a scaled loss is where these gradients come from. Goes with them, whoever forgets them."""
-        self.clip_norm: float | None = None
-        """What the user asked to have these gradients clipped to, if anything. Goes with them too."""
-        self.step_number = 0
-        """Steps taken so far: what stochastic rounding goes by, so that a run can be resumed."""
+        self.said = Said()
         self._num_rounds = 0
         self._unwanted: set[str] = set()
         self.reset()
 
     @property
     def _leases(self) -> bool:
-        return self._storage.plan.shard_grads
+        return self._storage.plan.options.shard_grads
 
     @torch.no_grad()
     def write(self, fqn: str, grad: Tensor, *, sync: bool) -> None:
@@ -125,9 +133,9 @@ class GradReducer:
                 self._launch_ready()
 
     def _accumulate(self, fqn: str, grad: Tensor) -> None:
-        bucket = self._storage.buckets[self._bucket_of[fqn]]
-        if bucket.grad is None:
-            self._lease(bucket)
+        replica = self._storage.replicas[self._bucket_of[fqn]]
+        if replica.grad is None:
+            self._lease(replica)
         view = self._storage.grad_view(fqn)
         if fqn in self._written:
             view.add_(grad)
@@ -153,19 +161,21 @@ class GradReducer:
         """Add what came late to the sums of these params' buckets: the same ones on every rank."""
         more_of: dict[int, Tensor] = {}
         for index in sorted({self._bucket_of[fqn] for fqn in fqns}):
-            bucket = self._storage.buckets[index]
-            full = torch.zeros(bucket.plan.numel, dtype=self._reductions[index].dtype, device=bucket.work.device)
+            replica = self._storage.replicas[index]
+            full = torch.zeros(
+                replica.plan.numel, dtype=self._reductions[index].dtype, device=replica.shard.update.device
+            )
             for fqn, grad in self._late_grads:
                 if self._bucket_of[fqn] == index:
                     self._storage.view_in(full, fqn).add_(grad)
                     self._seen.add(fqn)
-            out = torch.empty_like(bucket.grad_shard)
-            self._reductions[index].start(full, out, (self.step_number, self._num_rounds)).wait()
+            out = torch.empty_like(replica.grad_shard)
+            self._reductions[index].start(full, out, (self._count.steps, self._num_rounds)).wait()
             self._num_rounds += 1
-            more_of[index] = out.to(bucket.work.dtype)
+            more_of[index] = out.to(replica.shard.update.dtype)
         self._add_stages(more_of)
         for index, more in more_of.items():
-            self._storage.buckets[index].work.add_(more)
+            self._storage.replicas[index].shard.update.add_(more)
         self._late_grads.clear()
 
     def _launch_ready(self) -> None:
@@ -178,49 +188,49 @@ class GradReducer:
         if self._next == 0:
             self._before()
         for index in self._launches[self._next].buckets:
-            self._launch(self._storage.buckets[index], self._progress[index])
+            self._launch(self._storage.replicas[index], self._progress[index])
         self._next += 1
 
-    def _launch(self, bucket: Bucket, progress: _Progress) -> None:
-        if progress.phase is not BucketPhase.FILLING or not (self._is_last_round or bucket.ring is not None):
+    def _launch(self, replica: Replica, progress: _Progress) -> None:
+        if progress.phase is not BucketPhase.FILLING or not (self._is_last_round or replica.ring is not None):
             return
-        if bucket.grad is None:
-            self._lease(bucket)
-        full = bucket.grad
+        if replica.grad is None:
+            self._lease(replica)
+        full = replica.grad
         if full is None:
-            raise RuntimeError(f"{bucket.plan.label} has no gradient memory after a lease.")
-        for placement in bucket.plan.placements:
+            raise RuntimeError(f"{replica.plan.label} has no gradient memory after a lease.")
+        for placement in replica.plan.placements:
             if placement.fqn not in self._written:
                 self._storage.grad_view(placement.fqn).zero_()
-        out = torch.empty_like(bucket.grad_shard) if progress.has_landed or progress.flights else bucket.grad_shard
-        with scope(f"launch reduction of {bucket.plan.label}"):
-            handle = self._reductions[bucket.plan.index].start(full, out, (self.step_number, self._num_rounds))
+        out = torch.empty_like(replica.grad_shard) if progress.has_landed or progress.flights else replica.grad_shard
+        with scope(f"launch reduction of {replica.plan.label}"):
+            handle = self._reductions[replica.plan.index].start(full, out, (self._count.steps, self._num_rounds))
         progress.flights.append(_Flight(handle, full, out))
         progress.phase = BucketPhase.REDUCING
 
-    def _lease(self, bucket: Bucket) -> None:
+    def _lease(self, replica: Replica) -> None:
         """Memory for the full gradient of a bucket: that of a reduction which is over, or else one slot more for a while.
         Nothing is waited for here. A peer may reduce a bucket only in its step(), and the user may have collectives of
         their own before that."""
-        ring = bucket.ring
+        ring = replica.ring
         if ring is None:
-            raise RuntimeError(f"{bucket.plan.label} does not lease its gradient.")
-        for other, progress in zip(self._storage.buckets, self._progress, strict=True):
+            raise RuntimeError(f"{replica.plan.label} does not lease its gradient.")
+        for other, progress in zip(self._storage.replicas, self._progress, strict=True):
             if other.ring is ring and all(flight.handle.is_ready for flight in progress.flights):
                 self._land(other, progress)
-        bucket.grad = ring.lease(bucket.plan.numel)
+        replica.grad = ring.lease(replica.plan.numel)
 
-    def _land(self, bucket: Bucket, progress: _Progress) -> None:
+    def _land(self, replica: Replica, progress: _Progress) -> None:
         """Wait for a bucket's reductions and take the sums."""
         for flight in progress.flights:
             flight.handle.wait()
-            if flight.out.data_ptr() != bucket.grad_shard.data_ptr():
-                bucket.grad_shard.add_(flight.out)
+            if flight.out.data_ptr() != replica.grad_shard.data_ptr():
+                replica.grad_shard.add_(flight.out)
             progress.has_landed = True
-            if bucket.ring is not None:
-                bucket.ring.release(flight.full)
-                if bucket.grad is flight.full:
-                    bucket.grad = None
+            if replica.ring is not None:
+                replica.ring.release(flight.full)
+                if replica.grad is flight.full:
+                    replica.grad = None
         progress.flights.clear()
         if progress.phase is BucketPhase.REDUCING:
             progress.phase = BucketPhase.REDUCED
@@ -237,17 +247,17 @@ class GradReducer:
         self._learn()
         late = self._late_grads
         self._late_grads = [
-            (fqn, grad) for fqn, grad in late if self._storage.buckets[self._bucket_of[fqn]].ring is None
+            (fqn, grad) for fqn, grad in late if self._storage.replicas[self._bucket_of[fqn]].ring is None
         ]
-        for bucket, progress in zip(self._storage.buckets, self._progress, strict=True):
-            progress.pending = len(bucket.plan.placements)
-            if bucket.ring is not None:
-                self._written.difference_update(placement.fqn for placement in bucket.plan.placements)
+        for replica, progress in zip(self._storage.replicas, self._progress, strict=True):
+            progress.pending = len(replica.plan.placements)
+            if replica.ring is not None:
+                self._written.difference_update(placement.fqn for placement in replica.plan.placements)
                 progress.phase = BucketPhase.FILLING
-                bucket.grad = None
+                replica.grad = None
         self._next = 0
         for fqn, grad in late:
-            if self._storage.buckets[self._bucket_of[fqn]].ring is not None:
+            if self._storage.replicas[self._bucket_of[fqn]].ring is not None:
                 self._accumulate(fqn, grad)
 
     def _learn(self) -> None:
@@ -264,10 +274,9 @@ class GradReducer:
             self._is_last_round = True
             self._finish_round()
             self._learn()
-            for bucket in self._storage.buckets:
-                if bucket.work.data_ptr() != bucket.grad_shard.data_ptr():
-                    bucket.work.copy_(bucket.grad_shard)
-            self._add_stages({index: self._storage.buckets[index].work for index in self._ties})
+            for replica in self._storage.replicas:
+                replica.take_gradient()
+            self._add_stages({index: self._storage.replicas[index].shard.update for index in self._ties})
             self._is_finished = True
         return frozenset(self._bucket_of).difference(self._seen, self.late)
 
@@ -279,7 +288,7 @@ class GradReducer:
             communicator.all_reduce(tie_op(self._plan_of(index), communicator.world), shards[index]).wait()
 
     def _plan_of(self, index: int) -> BucketPlan:
-        return self._storage.buckets[index].plan
+        return self._storage.replicas[index].plan
 
     def _launch_rest(self) -> None:
         while self._next < len(self._launches):
@@ -287,8 +296,8 @@ class GradReducer:
 
     def _finish_round(self) -> None:
         self._launch_rest()
-        for bucket, progress in zip(self._storage.buckets, self._progress, strict=True):
-            self._land(bucket, progress)
+        for replica, progress in zip(self._storage.replicas, self._progress, strict=True):
+            self._land(replica, progress)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -300,8 +309,7 @@ class GradReducer:
     @torch.no_grad()
     def forget(self) -> None:
         """Forget all gradients, and what was said of them."""
-        self.loss_was_scaled = False
-        self.clip_norm = None
+        self.said = Said()
         self.reset()
 
     def reset(self) -> None:
@@ -313,13 +321,13 @@ class GradReducer:
         if self._may_launch_early and self._arrivals:
             self._is_last_round = True
             self._finish_round()
-        for progress, bucket in zip(self._progress, self._storage.buckets, strict=True):
-            self._land(bucket, progress)
-            if bucket.ring is not None and bucket.grad is not None:
-                bucket.ring.release(bucket.grad)
-                bucket.grad = None
+        for progress, replica in zip(self._progress, self._storage.replicas, strict=True):
+            self._land(replica, progress)
+            if replica.ring is not None and replica.grad is not None:
+                replica.ring.release(replica.grad)
+                replica.grad = None
             progress.phase = BucketPhase.FILLING
-            progress.pending = len(bucket.plan.placements)
+            progress.pending = len(replica.plan.placements)
             progress.has_landed = False
         self._written.clear()
         self._seen.clear()
@@ -337,8 +345,12 @@ class GradReducer:
         if len(self._unwanted) == len(self._bucket_of):
             self.forget()
 
-    def check_wanted(self) -> None:
-        """Raise if gradients of some params were to be forgotten, and not of all."""
+    def divisor_of(self, shard: Shard) -> float:
+        return float(self._storage.plan.world)
+
+    def check(self) -> None:
+        """Raise if gradients of some params were to be forgotten, and not of all, or if somebody set a `.grad` by hand."""
+        self._storage.check_no_grads()
         if self._unwanted:
             kept = sorted(self._bucket_of.keys() - self._unwanted)
             raise StateError(

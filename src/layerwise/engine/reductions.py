@@ -13,7 +13,7 @@ from layerwise.comm.handles import Handle
 from layerwise.dtypes import DType
 from layerwise.kernels.rounding import round_stochastically
 from layerwise.layout.schedule import reduce_op
-from layerwise.memory.storage import Bucket
+from layerwise.memory.replicas import Replica
 from layerwise.models.table import torch_dtype
 
 
@@ -32,10 +32,10 @@ class Reduction(Protocol):
 class _Scattered:
     """Reduce-scatter: every rank gets its shard of the sum and nothing else."""
 
-    def __init__(self, bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> None:
+    def __init__(self, replica: Replica, grad_dtype: DType, communicator: Communicator) -> None:
         self.dtype = torch_dtype(grad_dtype)
         self._communicator = communicator
-        self._op = reduce_op(bucket.plan, grad_dtype)
+        self._op = reduce_op(replica.plan, grad_dtype)
 
     def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
         return self._communicator.reduce_scatter(self._op, full, out)
@@ -44,11 +44,11 @@ class _Scattered:
 class _Everywhere:
     """All-reduce, in place: every rank gets the whole sum, and takes its shard of it."""
 
-    def __init__(self, bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> None:
+    def __init__(self, replica: Replica, grad_dtype: DType, communicator: Communicator) -> None:
         self.dtype = torch_dtype(grad_dtype)
         self._communicator = communicator
-        self._op = reduce_op(bucket.plan, grad_dtype)
-        self._part = bucket.plan.shard_part(bucket.shard)
+        self._op = reduce_op(replica.plan, grad_dtype)
+        self._part = replica.plan.shard_part(communicator.rank)
 
     def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
         mine = full[self._part]
@@ -63,14 +63,14 @@ class _Ordered:
     so every layout that shards gives the same bits. The wire may be narrower than the sum.
     """
 
-    def __init__(self, bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> None:
+    def __init__(self, replica: Replica, grad_dtype: DType, communicator: Communicator) -> None:
         self.dtype = torch_dtype(grad_dtype)
         self._communicator = communicator
-        self._op = reduce_op(bucket.plan, grad_dtype)
-        self._splits = bucket.plan.shard_numels()
-        self._mine = bucket.plan.shard_numel(bucket.shard)
-        self._is_stochastic = bucket.plan.reducer == "ordered_bf16" and communicator.world > 1
-        self._seed = bucket.plan.index
+        self._op = reduce_op(replica.plan, grad_dtype)
+        self._splits = replica.plan.shard_numels()
+        self._mine = replica.plan.shard_numel(communicator.rank)
+        self._is_stochastic = replica.plan.reducer == "ordered_bf16" and communicator.world > 1
+        self._seed = replica.plan.index
 
     def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
         communicator = self._communicator
@@ -93,12 +93,12 @@ class _Ordered:
         return round_stochastically(full, generator)
 
 
-def reduction_of(bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> Reduction:
+def reduction_of(replica: Replica, grad_dtype: DType, communicator: Communicator) -> Reduction:
     """The reduction that a bucket's plan asks for."""
-    match bucket.plan.reducer:
+    match replica.plan.reducer:
         case "reduce_scatter":
-            return _Scattered(bucket, grad_dtype, communicator)
+            return _Scattered(replica, grad_dtype, communicator)
         case "all_reduce":
-            return _Everywhere(bucket, grad_dtype, communicator)
+            return _Everywhere(replica, grad_dtype, communicator)
         case "ordered" | "ordered_bf16":
-            return _Ordered(bucket, grad_dtype, communicator)
+            return _Ordered(replica, grad_dtype, communicator)

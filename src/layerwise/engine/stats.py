@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from layerwise.engine.engine import Engine
+from layerwise.engine.gradients import Divisors
 from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import count_zeros, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
-from layerwise.memory.storage import Bucket
+from layerwise.layout.stats import HASH_WORDS, stats_sizes
+from layerwise.memory.shards import Shard
 
 _WORD_BITS = 12
 """Bits per consistency word. Sums of squares of such words over up to 2^14 ranks stay exact in fp64."""
-_NUM_WORDS = 2
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,12 @@ class Totals:
     """Of each stage, ranks that scaled their loss."""
     unscaled: tuple[int, ...]
     """Of each stage, ranks that have gradients of a loss which they did not scale."""
-    divisor: float
+    divisors: Divisors
     """From sums to averages."""
 
     def norm(self, *names: str) -> float:
         """Norm of the averaged gradient over the named groups together."""
-        return math.sqrt(sum(self.square_sums[name] for name in names)) / self.divisor
+        return math.sqrt(sum(self.square_sums[name] for name in names)) / self.divisors.common
 
 
 def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str], everywhere: Collection[str]) -> dict[str, str]:
@@ -135,18 +136,18 @@ class Seen:
 
 
 class _Parts(NamedTuple):
-    """Views of the vector that is reduced, in its order."""
+    """Views of the vector that is reduced, in the order of `StatsSizes`, which says what they are."""
 
-    groups: Tensor  # squared sums, one per norm group
-    zeros: Tensor  # one count
-    problems: Tensor  # one count
-    scaled: Tensor  # one count per pipeline stage
-    unscaled: Tensor  # likewise
-    words: Tensor  # hashes of what ranks must have in common: one for every pipeline stage, then one for every tie
+    groups: Tensor
+    zeros: Tensor
+    problems: Tensor
+    scaled: Tensor
+    unscaled: Tensor
+    words: Tensor
     squared_words: Tensor
-    late: Tensor  # one count per param of any stage
-    missing: Tensor  # likewise
-    nonfinite: Tensor  # likewise
+    late: Tensor
+    missing: Tensor
+    nonfinite: Tensor
 
 
 class StatsPass:
@@ -170,13 +171,14 @@ class StatsPass:
         self._position = position
         group_position = {name: index for index, name in enumerate(self.names)}
         pairs = [
-            (bucket, span)
-            for bucket in storage.buckets
-            if _holds_first(bucket, engine) and _is_first_copy(bucket, engine)
-            for span in bucket.spans
+            (shard, span)
+            for shard in storage.shards
+            if _is_first_copy(shard, engine)
+            for span in shard.spans
+            if shard.plan.copies(span, storage.ranks[shard.plan.domain])[0] == storage.ranks[shard.plan.domain]
         ]
-        self._spans = [bucket.work[span.part] for bucket, span in pairs]
-        self._device = storage.buckets[0].work.device
+        self._pairs = pairs
+        self._device = storage.device
         ties = sorted(engine.roster.copies.items())
         self._tie_position = {tie: len(groups.stages) + index for index, (tie, _) in enumerate(ties)}
         # How many ranks send each hash.
@@ -184,8 +186,9 @@ class StatsPass:
             *self._stage_sizes,
             *(sum(self._stage_sizes[stage] for stage in copies) for _, copies in ties),
         ]
-        num_stages, num_words, num_entries = len(groups.stages), _NUM_WORDS * len(self._senders), len(self._entries)
-        self._sizes = [len(self.names), 1, 1, num_stages, num_stages, num_words, num_words, *[num_entries] * 3]
+        self._sizes = stats_sizes(
+            norm_groups=len(self.names), stages=len(groups.stages), ties=len(ties), params=len(self._entries)
+        )
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
@@ -194,17 +197,17 @@ class StatsPass:
     @property
     def numel(self) -> int:
         """Length of the vector."""
-        return sum(self._sizes)
+        return self._sizes.numel
 
     @property
     def op(self) -> CommOp:
         return stats_op(self.numel, self._communicator.world)
 
-    def reduce(self, mine: Seen, divisor: float) -> Totals:
+    def reduce(self, mine: Seen, divisors: Divisors) -> Totals:
         """One pass over sums of gradients, one all-reduce, one read-back.
 
-        Norms are those of the sums, divided by `divisor` at the end: for gradients whose sums are exact the norm is
-        too, on any number of ranks.
+        Norms are those of the sums, divided at the end: for gradients whose sums are exact the norm is too, on any number
+        of ranks.
         """
         # Written on the host and sent once, from memory that the device reads by itself: the host waits for nothing here.
         known = torch.zeros(self.numel, dtype=torch.float64, pin_memory=self._device.type == "cuda")
@@ -218,17 +221,25 @@ class StatsPass:
         parts.missing.copy_(self._flags(mine.missing))
         vector = known.to(self._device, non_blocking=True)
         parts = self._parts(vector)
-        sums = square_sums(self._spans).to(self._device)
+        spans = [shard.update[span.part] for shard, span in self._pairs]
+        sums = square_sums(spans).to(self._device) * self._weights(divisors)
         parts.groups.index_add_(0, self._groups, sums)
         if self._zeros:
-            parts.zeros.add_(count_zeros(self._spans))
+            parts.zeros.add_(count_zeros(spans))
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._read(self._parts(vector.cpu()), divisor)
+        return self._read(self._parts(vector.cpu()), divisors)
+
+    def _weights(self, divisors: Divisors) -> Tensor | float:
+        """What brings squares of sums that have divisors of their own to the common one."""
+        own = [divisors.common / divisors.by_shard[shard.plan.index] for shard, _ in self._pairs]
+        if all(weight == 1.0 for weight in own):
+            return 1.0
+        return torch.tensor(own, dtype=torch.float64, device=self._device).square()
 
     def _hashes(self, mine: Seen) -> Tensor:
         """Words of this rank's settings, at its stage's place and at those of its ties."""
-        words = torch.zeros(len(self._senders), _NUM_WORDS, dtype=torch.float64)
+        words = torch.zeros(len(self._senders), HASH_WORDS, dtype=torch.float64)
         words[self._stage] = torch.tensor(_words(mine.settings), dtype=torch.float64)
         for tie, settings in mine.tie_settings.items():
             words[self._tie_position[tie]] = torch.tensor(_words(settings), dtype=torch.float64)
@@ -241,12 +252,12 @@ class StatsPass:
         return flags
 
     def _parts(self, vector: Tensor) -> _Parts:
-        return _Parts(*torch.split(vector, self._sizes))
+        return _Parts(*torch.split(vector, list(self._sizes)))
 
-    def _read(self, parts: _Parts, divisor: float) -> Totals:
+    def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
         # All senders of a word sent the same exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from
         # reduced values.
-        sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(_NUM_WORDS)
+        sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(HASH_WORDS)
         same = parts.squared_words * sizes == parts.words.square()
         missing = {entry: int(count) for entry, count in zip(self._entries, parts.missing.tolist(), strict=True)}
         return Totals(
@@ -260,7 +271,7 @@ class StatsPass:
             problems=int(parts.problems),
             scaled=tuple(map(int, parts.scaled.tolist())),
             unscaled=tuple(map(int, parts.unscaled.tolist())),
-            divisor=divisor,
+            divisors=divisors,
         )
 
     def _counted(self, counts: Tensor) -> list[tuple[int, str]]:
@@ -271,16 +282,12 @@ class StatsPass:
         return fqn if len(self._stage_sizes) == 1 else f"{fqn} of stage {stage}"
 
 
-def _holds_first(bucket: Bucket, engine: Engine) -> bool:
-    """Whether this rank is the first of those that hold the same shard of a bucket."""
-    return bucket.plan.num_shards > 1 or engine.storage.ranks[bucket.plan.domain] == 0
-
-
-def _is_first_copy(bucket: Bucket, engine: Engine) -> bool:
-    """Whether this stage is the first that has a copy of a bucket's weight."""
-    return not bucket.plan.tie or min(engine.roster.copies[bucket.plan.tie]) == engine.groups.stage
+def _is_first_copy(shard: Shard, engine: Engine) -> bool:
+    """Whether this stage is the first that has a copy of a shard's weight."""
+    tie = shard.plan.tie
+    return not tie or min(engine.roster.copies[tie]) == engine.groups.stage
 
 
 def _words(text: str) -> list[int]:
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    return [(digest >> (_WORD_BITS * index)) & ((1 << _WORD_BITS) - 1) for index in range(_NUM_WORDS)]
+    return [(digest >> (_WORD_BITS * index)) & ((1 << _WORD_BITS) - 1) for index in range(HASH_WORDS)]

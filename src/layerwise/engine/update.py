@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,46 +11,39 @@ from torch import Tensor
 from layerwise.comm.scopes import scope
 from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
-from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, Options, Runs, number, products_of, state_names
+from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, LiveOptions, Runs, number, products_of
 from layerwise.engine.engine import Engine
 from layerwise.engine.exchanger import Batch, Cohort, Passage
+from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
-from layerwise.layout.schedule import CommSchedule, pipelined
-from layerwise.memory.storage import Bucket
+from layerwise.layout.schedule import CommSchedule, staggered
+from layerwise.layout.spans import Span
+from layerwise.memory.shards import Shard
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """A stretch of one shard whose params are all in one group, padding between them included."""
 
-    bucket: Bucket
+    shard: Shard
     group: int
     start: int
     stop: int
 
     def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.stop]
+        return flat if self.stop - self.start == flat.numel() else flat[self.start : self.stop]
 
 
-def _runs_of(bucket: Bucket, group_of: Mapping[str, int]) -> list[_Run]:
+def _runs_of(shard: Shard, group_of: Mapping[str, int]) -> list[_Run]:
     runs: list[_Run] = []
-    for span in bucket.spans:
+    for span in shard.spans:
         group, stop = group_of[span.fqn], span.part.stop
         if runs and runs[-1].group == group:
             # The gap between two params is padding: zero gradient, zero state, so it takes part without being noticed.
-            runs[-1] = _Run(bucket, group, runs[-1].start, stop)
+            runs[-1] = _Run(shard, group, runs[-1].start, stop)
         else:
-            runs.append(_Run(bucket, group, span.shard_offset, stop))
+            runs.append(_Run(shard, group, span.shard_offset, stop))
     return runs
-
-
-def _tensors_of(runs: Sequence[_Run], names: Sequence[str]) -> Runs:
-    return Runs(
-        masters=[run.of(run.bucket.master) for run in runs],
-        grads=[run.of(run.bucket.work) for run in runs],
-        states={name: [run.of(run.bucket.state[name]) for run in runs] for name in names},
-    )
 
 
 class Update:
@@ -65,24 +58,33 @@ class Update:
         wire_dtypes: Mapping[tuple[str, int], DType],
         exchange: bool,
     ) -> None:
-        self._engine = engine
-        self._buckets = engine.storage.buckets
+        self._shards = engine.storage.shards
+        self._works = engine.plan.works if exchange else ()
+        self._device = engine.storage.device
         self._groups = groups
+        self._matrix_groups, self._other_groups = (
+            [index for index, group in enumerate(groups) if group.rule.is_matrix_rule is wanted]
+            for wanted in (True, False)
+        )
         self._group_of = {fqn: index for index, group in enumerate(groups) for fqn in group.fqns}
         self._allocate_state()
-        runs = [run for bucket in self._buckets for run in _runs_of(bucket, self._group_of)]
-        self._runs = [
-            _tensors_of([run for run in runs if run.group == index], state_names(group.rule.kind))
-            for index, group in enumerate(groups)
+        runs = [run for shard in self._shards for run in _runs_of(shard, self._group_of)]
+        self._runs = [[run for run in runs if run.group == index] for index in range(len(groups))]
+        # Masters and state stay where they are; updates may be other tensors in every step.
+        self._masters = [[run.of(run.shard.master) for run in members] for members in self._runs]
+        self._states = [
+            {name: [run.of(run.shard.state[name]) for run in members] for name in group.rule.state_names}
+            for group, members in zip(groups, self._runs, strict=True)
         ]
-        self._spans_by_norm_group: dict[str, list[Tensor]] = {}
-        for bucket in self._buckets:
-            for span in bucket.spans:
-                self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append(bucket.work[span.part])
+        self._spans_by_norm_group: dict[str, list[tuple[Shard, Span]]] = {}
+        for shard in self._shards:
+            for span in shard.spans:
+                self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append((shard, span))
+        shard_by_index = {shard.plan.index: shard for shard in self._shards}
         self._cohorts = [
             [
                 Cohort(
-                    engine.storage,
+                    shard_by_index,
                     engine.communicators[work.domain],
                     schedule,
                     work,
@@ -92,19 +94,17 @@ class Update:
                 )
                 for cohort in range(work.num_cohorts)
             ]
-            for work in (engine.plan.works if exchange else ())
+            for work in self._works
         ]
         travelling = [[cohort for cohort in cohorts if cohort.travels] for cohorts in self._cohorts]
-        self.slots = engine.slots = engine.storage.slots(
-            [[cohort.passage_nbytes for cohort in cohorts] for cohorts in travelling]
-        )
+        self.slots = engine.storage.slots([[cohort.passage_nbytes for cohort in cohorts] for cohorts in travelling])
         for cohorts, slots in zip(travelling, self.slots.plan.slots, strict=True):
             for cohort, slot in zip(cohorts, slots, strict=True):
                 cohort.assign(self.slots, slot)
         self._home_state = {
             batch: {
-                name: torch.zeros(len(batch.items), *shape, dtype=torch.float32, device=engine.storage.device)
-                for name, shape in MATRIX[groups[batch.group].rule.kind].home_state(*batch.logical_shape).items()
+                name: torch.zeros(len(batch.items), *shape, dtype=torch.float32, device=self._device)
+                for name, shape in groups[batch.group].rule.home_state(*batch.logical_shape).items()
             }
             for cohorts in self._cohorts
             for cohort in cohorts
@@ -114,46 +114,63 @@ class Update:
     def _allocate_state(self) -> None:
         """All state, on every rank, before the first step: nothing that saves or loads state has to run a step to bring
         it into being."""
-        for bucket in self._buckets:
-            bucket.state.clear()  # of an optimizer that is gone
-            rules = {self._groups[self._group_of[placement.fqn]].rule.kind for placement in bucket.plan.placements}
-            for kind in sorted(rules):
-                for name in state_names(kind):
-                    bucket.state.setdefault(name, torch.zeros_like(bucket.master))
+        for shard in self._shards:
+            shard.state.clear()  # of an optimizer that is gone
+            rules = {self._groups[self._group_of[fqn]].rule for fqn in shard.plan.fqns}
+            for rule in sorted(rules, key=lambda rule: rule.kind):
+                for name in rule.state_names:
+                    shard.state.setdefault(name, torch.zeros_like(shard.master))
 
-    def apply(self, options: Sequence[Options], divisor: float, coefficients: Mapping[str, float], step: int) -> None:
-        """Average, clip, then update the masters of every group; `options` are the live param groups.
+    def average(self, divisors: Divisors, coefficients: Mapping[str, float]) -> None:
+        """Make averages of sums, and clip them.
 
         Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same
         rounding in every layout.
         """
-        if divisor != 1.0:
-            torch._foreach_div_([bucket.work for bucket in self._buckets], divisor)
+        by_divisor: dict[float, list[Tensor]] = {}
+        for shard in self._shards:
+            by_divisor.setdefault(divisors.by_shard[shard.plan.index], []).append(shard.update)
+        for divisor, updates in by_divisor.items():
+            if divisor != 1.0:
+                torch._foreach_div_(updates, divisor)
         for name, spans in self._spans_by_norm_group.items():
             if coefficients[name] < 1.0:
-                torch._foreach_mul_(spans, coefficients[name])
-        matrix, other = (
-            [index for index, group in enumerate(self._groups) if group.rule.is_matrix_rule is wanted]
-            for wanted in (True, False)
-        )
-        for index in matrix:
+                torch._foreach_mul_([shard.update[span.part] for shard, span in spans], coefficients[name])
+
+    def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
+        """What comes before a matrix is orthogonalised, element by element."""
+        for index in self._matrix_groups:
             self._elementwise(index, options[index], step)
+
+    def orthogonalise(self, options: Sequence[LiveOptions], step: int) -> None:
+        """Matrices to their homes, Newton-Schulz there, and back into the masters; what no matrix rule manages is updated
+        as soon as there is something to wait for."""
+        others = list(self._other_groups)
+
+        def meanwhile() -> None:
+            while others:
+                index = others.pop()
+                self._elementwise(index, options[index], step)
+
         with self.slots.open():
             for cohorts in self._cohorts:
-                self._orthogonalise(cohorts, options, lambda: self._rest(other, options, step))
-        self._rest(other, options, step)
-        for bucket in self._buckets:
-            bucket.advance()
+                self._walk(cohorts, options, meanwhile)
+        meanwhile()
 
-    def _rest(self, groups: list[int], options: Sequence[Options], step: int) -> None:
-        """Update what no matrix rule manages, once: as soon as there is something to wait for."""
-        while groups:
-            index = groups.pop()
-            self._elementwise(index, options[index], step)
+    def unbind(self) -> None:
+        """The step is over, and gradients may be gone."""
+        for cohorts in self._cohorts:
+            for cohort in cohorts:
+                cohort.unbind()
 
-    def _elementwise(self, index: int, live: Options, step: int) -> None:
+    def _elementwise(self, index: int, live: LiveOptions, step: int) -> None:
         """Decay and the part of the rule that needs no whole matrix."""
-        runs, group = self._runs[index], self._groups[index]
+        group = self._groups[index]
+        runs = Runs(
+            masters=self._masters[index],
+            grads=[run.of(run.shard.update) for run in self._runs[index]],
+            states=self._states[index],
+        )
         with scope(f"{group.rule.kind} element-wise"):
             decay_(
                 runs.masters,
@@ -167,14 +184,12 @@ class Update:
             else:
                 ELEMENTWISE[group.rule.kind].update_(runs, live, step)
 
-    def _orthogonalise(
-        self, cohorts: Sequence[Cohort], options: Sequence[Options], meanwhile: Callable[[], None]
-    ) -> None:
-        """Walk the pipeline: while one cohort is orthogonalised the next is on its way, and the one before is coming
-        back. While the first is under way alone there is time for something else."""
+    def _walk(self, cohorts: Sequence[Cohort], options: Sequence[LiveOptions], meanwhile: Callable[[], None]) -> None:
+        """While one cohort is orthogonalised the next is on its way, and the one before is coming back. While the first is
+        under way alone there is time for something else."""
         incoming: dict[int, Passage] = {}
         returning: dict[int, Passage] = {}
-        for phase, number_ in pipelined(len(cohorts)):
+        for phase, number_ in staggered(len(cohorts)):
             cohort = cohorts[number_]
             if phase == "exchange":
                 with scope(f"exchange of {cohort.label}"):
@@ -196,30 +211,28 @@ class Update:
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
 
-    def _direction(self, batch: Batch, update_BMN: Tensor, options: Options) -> Tensor:
+    def _direction(self, batch: Batch, update_BMN: Tensor, options: LiveOptions) -> Tensor:
         """The orthogonalised update of a batch. Rules see logical matrices; storage order comes back."""
         algorithm = MATRIX[self._groups[batch.group].rule.kind]
         logical = update_BMN.mT if batch.transposed else update_BMN
         direction = algorithm.direction(logical, options, self._home_state[batch])
         return direction.mT.contiguous() if batch.transposed else direction
 
-    def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[Options]) -> None:
+    def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[LiveOptions]) -> None:
         """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
         cohort.store(passage)
         factors = []
         for region in cohort.owned:
-            live = options[self._group_of[region.fqn]]
+            live = options[self._group_of[region.matrix.fqn]]
             scale = update_scale(str(live["scale"]), *region.matrix.logical_shape)
             factors.append(number(live, "lr") * scale * number(live, "extra_scale"))
         with scope(f"update masters of {cohort.label}"):
-            subtract_scaled_(
-                [region.master for region in cohort.owned], [region.update for region in cohort.owned], factors
-            )
+            subtract_scaled_([region.master for region in cohort.owned], cohort.updates(), factors)
 
-    def products(self, options: Sequence[Options]) -> dict[str, str]:
+    def products(self, options: Sequence[LiveOptions]) -> dict[str, str]:
         """Which kernels multiply, and why, for every `ns_dtype` of the matrix rules."""
         chosen = {
-            str(live["ns_dtype"]): products_of(live, self._engine.storage.device)
+            str(live["ns_dtype"]): products_of(live, self._device)
             for live, group in zip(options, self._groups, strict=True)
             if group.rule.is_matrix_rule
         }
@@ -229,14 +242,13 @@ class Update:
         """This rank's state of every trainable param, as views; empty tensors where it holds none, so that all ranks
         have the same keys."""
         found: dict[str, dict[str, Tensor]] = {}
-        for bucket in self._buckets:
-            for placement in bucket.plan.placements:
-                kind = self._groups[self._group_of[placement.fqn]].rule.kind
-                span = bucket.span_by_fqn.get(placement.fqn)
-                part = span.part if span is not None else slice(0, 0)
-                found[placement.fqn] = {name: bucket.state[name][part] for name in state_names(kind)}
-                if bucket.master.dtype != bucket.replica.dtype:
-                    found[placement.fqn]["master"] = bucket.master[part]
+        for shard in self._shards:
+            for fqn in shard.plan.fqns:
+                tensors = {name: shard.state[name] for name in self._groups[self._group_of[fqn]].rule.state_names}
+                if shard.is_apart:
+                    tensors["master"] = shard.master
+                spans = shard.spans_by_fqn.get(fqn, [])
+                found[fqn] = {name: _parts_of(tensor, spans) for name, tensor in tensors.items()}
         self._add_home_state(found)
         return found
 
@@ -247,11 +259,19 @@ class Update:
             for name, tensor in tensors.items()
             for position, label in enumerate(batch.labels)
         }
-        for work in self._engine.plan.works:
+        for work in self._works:
             for item in work.items:
                 rule = self._groups[self._group_of[item.matrix.fqn]].rule
                 if not rule.is_matrix_rule:
                     continue
-                for name in MATRIX[rule.kind].home_state(*item.matrix.logical_shape):
-                    nothing = torch.zeros(0, dtype=torch.float32, device=self._engine.storage.device)
+                for name in rule.home_state(*item.matrix.logical_shape):
+                    nothing = torch.zeros(0, dtype=torch.float32, device=self._device)
                     found[item.matrix.fqn][f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)
+
+
+def _parts_of(flat: Tensor, spans: Sequence[Span]) -> Tensor:
+    """What a shard's tensor has of a param, as a view; nothing where it has nothing. Where it has several spans, those lie
+    side by side."""
+    if not spans:
+        return flat[:0]
+    return flat[spans[0].shard_offset : spans[-1].part.stop]

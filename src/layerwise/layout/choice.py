@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from operator import add
 from typing import NamedTuple
 
+from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
 from layerwise.layout.cost import newton_schulz_flops, resolve_method
 from layerwise.layout.schedule import CommOp, build_schedule, wire_nbytes
-from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, Layout
-from layerwise.layout.work import EVERY_RANK, WorkPlan
+from layerwise.layout.shards import ShardPlan
+from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan
+from layerwise.layout.work import WorkPlan
 from layerwise.units import format_nbytes
 
 CANDIDATES: tuple[Layout, ...] = ("flat", "padded", "compact")
@@ -84,6 +86,7 @@ class Draft(NamedTuple):
 
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
+    own: tuple[ShardPlan, ...] = ()
 
 
 def choose_layouts(
@@ -126,9 +129,10 @@ def score(layout: Layout, draft: Draft, group: BufferGroup, grad_dtype: DType, h
     buffers = tuple(buffer for buffer in draft.buffers if BufferGroup.of(buffer.key) == group)
     work = next(work for work in draft.works if work.domain == group.domain)
     buckets = {bucket.index for buffer in buffers for bucket in buffer.buckets}
-    mine = work if len(buckets) == len({item.bucket for item in work.items}) else restricted(work, buckets)
+    mine = work if len(buckets) == len({item.shard for item in work.items}) else restricted(work, buckets)
     schedule = build_schedule(
         buffers,
+        [bucket for buffer in buffers for bucket in buffer.buckets],
         (mine,),
         ranks=1,
         stages_by_tie=dict.fromkeys((bucket.tie for buffer in buffers for bucket in buffer.buckets if bucket.tie), 2),
@@ -151,9 +155,9 @@ def score(layout: Layout, draft: Draft, group: BufferGroup, grad_dtype: DType, h
     )
 
 
-def restricted(work: WorkPlan, buckets: Collection[int]) -> WorkPlan:
-    """The work on some buckets only; its loads are not recomputed."""
-    return replace(work, items=tuple(item for item in work.items if item.bucket in buckets))
+def restricted(work: WorkPlan, shards: Collection[int]) -> WorkPlan:
+    """The work on some shard plans only; its loads are not recomputed."""
+    return replace(work, items=tuple(item for item in work.items if item.shard in shards))
 
 
 def sent_by_rank(ops: Iterable[CommOp], world: int) -> list[int]:
@@ -201,14 +205,17 @@ def newton_schulz_loads(work: WorkPlan, steps: int = _STEPS, method: str = "auto
     """FLOPs of every rank's matrices."""
     everywhere, loads = 0, [0] * work.world
     rows = cols = flops = 0
-    for matrix, _, _, home, _ in work.items:
+    for matrix, _, homes, _ in work.items:
         if matrix.rows != rows or matrix.cols != cols:  # shapes come in long runs
             rows, cols = matrix.rows, matrix.cols
             flops = newton_schulz_flops(rows, cols, steps, gram=resolve_method(method, rows, cols) == "gram")
-        if home == EVERY_RANK:
+        if len(homes) == 1:
+            loads[homes[0]] += flops
+        elif len(homes) == work.world:
             everywhere += flops
         else:
-            loads[home] += flops
+            for home in homes:
+                loads[home] += flops
     return [load + everywhere for load in loads]
 
 
@@ -223,9 +230,10 @@ def _memory(buffers: Sequence[BufferPlan], grad_dtype: DType, world: int) -> lis
         each = master + widened + DType.FP32.itemsize
         uneven = [0] * world
         for bucket in buffer.buckets:
-            if bucket.borders:
-                uneven = list(map(add, uneven, bucket.shard_numels()))
+            numels = bucket.shard_numels()
+            if numels.count(numels[0]) == len(numels):
+                everywhere += numels[0] * each
             else:
-                everywhere += bucket.numel // bucket.num_shards * each
+                uneven = list(map(add, uneven, numels))
         held = list(map(add, held, (numel * each for numel in uneven)))
     return [so_far + everywhere for so_far in held]

@@ -5,34 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
+from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
-from layerwise.errors import did_you_mean
-from layerwise.layout.choice import CANDIDATES, Choice, Draft, Hardware, choose_layouts
+from layerwise.layout.boxes import whole_params
+from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts
 from layerwise.layout.launches import LaunchGroup, launch_groups
+from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
 from layerwise.layout.schedule import CommSchedule, build_schedule
-from layerwise.layout.slots import STAGINGS, IdleRun, Staging, idle_runs
-from layerwise.layout.storage import (
-    LAYOUTS,
-    PARAM_SYNCS,
-    REDUCERS,
-    BucketPlan,
-    BufferGroup,
-    BufferPlan,
-    Layout,
-    ParamSync,
-    Reducer,
-    plan_storage,
-)
-from layerwise.layout.work import DEFAULT_COHORT_NUMEL, WorkPlan, plan_work
-from layerwise.routing.rules import Route, RouteRule, route_params
+from layerwise.layout.shards import ShardPlan
+from layerwise.layout.slots import IdleRun, idle_runs
+from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, plan_storage
+from layerwise.layout.work import WorkPlan, plan_work
+from layerwise.routing.rules import Route, route_params
 from layerwise.routing.spec import ParamTable
 from layerwise.units import format_count, format_nbytes
-
-DEFAULT_HARDWARE = Hardware()
 
 
 @dataclass(frozen=True)
@@ -46,21 +35,22 @@ class Plan:
     world_by_domain: Mapping[str, int]
     ranks: int
     """All ranks, those of other pipeline stages included."""
-    layout: Layout | Literal["auto"]
-    """What was asked for; every buffer's key has what it got."""
+    options: Options
+    """What was asked for; every buffer's key has the layout that it got."""
     choices: tuple[Choice, ...]
     """Why each buffer got its layout, where that was left to the cost model."""
-    grad_dtype: DType
-    reducer: Reducer
-    shard_grads: bool
-    """Full gradients are released as soon as they are reduced."""
-    staging: Staging
-    """Where the exchange has its staging memory."""
     stages_by_tie: Mapping[str, int]
     """How many pipeline stages hold a copy of each tied weight."""
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
     """One work plan per domain that has matrices."""
+    own: tuple[ShardPlan, ...] = ()
+    """Shards in the params' own memory; there is no buffer then."""
+
+    @property
+    def grad_dtype(self) -> DType:
+        """What gradients are accumulated and reduced in."""
+        return self.options.grad_dtype
 
     @cached_property
     def buckets(self) -> tuple[BucketPlan, ...]:
@@ -68,6 +58,16 @@ class Plan:
         return tuple(
             sorted((bucket for buffer in self.buffers for bucket in buffer.buckets), key=lambda bucket: bucket.index)
         )
+
+    @cached_property
+    def shards(self) -> tuple[ShardPlan, ...]:
+        """Everything that is updated, by index."""
+        return (*self.buckets, *self.own)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold different parts of anything."""
+        return any(bucket.shards.is_split for bucket in self.buckets)
 
     @cached_property
     def launches(self) -> tuple[LaunchGroup, ...]:
@@ -81,19 +81,21 @@ class Plan:
 
     def domain_of(self, fqn: str) -> str:
         """The domain of a trainable param."""
-        return self.buckets[self.bucket_of[fqn]].domain
+        return self.table.find(fqn).domain
 
     @property
     def layout_label(self) -> str:
         """The layout in a word or two: what matrices got, where that was left to the cost model."""
-        if self.layout != "auto":
-            return self.layout
+        if self.options.memory == "params":
+            return "as params are"
+        if self.options.layout != "auto":
+            return self.options.layout
         found = sorted({buffer.key.layout for buffer in self.buffers if buffer.key.family == "matrix"} or {"flat"})
         return f"{' + '.join(found)} (auto)"
 
     def leases_grads(self, buffer: BufferPlan) -> bool:
         """Whether full gradients of a buffer live only until they are reduced."""
-        return self.shard_grads and buffer.buckets[0].num_shards > 1
+        return self.options.shard_grads and buffer.buckets[0].shards.is_split
 
     def idle_runs(self, ranks: Mapping[str, int]) -> Iterator[IdleRun]:
         """Gradient memory that is idle during the exchange, on a rank with these numbers in its domains. The sum over
@@ -118,6 +120,7 @@ class Plan:
         chosen = {(work.domain, cohort): DType.BF16 for work in works for cohort in range(work.num_cohorts)}
         return build_schedule(
             self.buffers,
+            self.shards,
             works,
             ranks=self.ranks,
             stages_by_tie=self.stages_by_tie,
@@ -134,8 +137,9 @@ class Plan:
             "worlds": dict(self.world_by_domain),
             "ranks": self.ranks,
             "grad_dtype": str(self.grad_dtype),
-            "shard_grads": self.shard_grads,
-            "staging": self.staging,
+            "shard_grads": self.options.shard_grads,
+            "memory": self.options.memory,
+            "staging": self.options.staging,
             "ties": dict(self.stages_by_tie),
             "routes": {
                 param.fqn: {
@@ -148,24 +152,19 @@ class Plan:
             },
             "buckets": [
                 {
-                    "label": f"bucket {bucket.index}",
                     "layout": self.buffers[bucket.buffer].key.layout,
                     "buffer": self.buffers[bucket.buffer].key.label,
-                    "offset": bucket.offset,
-                    "numel": bucket.numel,
-                    "num_shards": bucket.num_shards,
-                    "borders": list(bucket.borders),
-                    "tie": bucket.tie,
-                    "reducer": bucket.reducer,
-                    "publisher": bucket.publisher,
-                    "params": [[placement.fqn, placement.offset, placement.numel] for placement in bucket.placements],
+                    **bucket.to_json(),
                 }
                 for bucket in self.buckets
             ],
+            "own": [shard.to_json() for shard in self.own],
             "work": [
                 {
                     "label": f"work of domain {work.domain}",
-                    "items": [[item.matrix.fqn, item.matrix.index, item.home, item.cohort] for item in work.items],
+                    "items": [
+                        [item.matrix.fqn, item.matrix.index, repr(item.homes), item.cohort] for item in work.items
+                    ],
                 }
                 for work in self.works
             ],
@@ -210,37 +209,14 @@ class Plan:
         return "\n".join(lines)
 
 
-def resolve_layout(layout: object) -> Layout | Literal["auto"]:
-    """The name of a layout, or an error that says which there are."""
-    names = ("auto", *LAYOUTS)
-    if not isinstance(layout, str):
-        raise TypeError(f"layout must be one of {', '.join(names)}, got {layout!r}.")
-    if layout == "auto":
-        return "auto"
-    for known in LAYOUTS:
-        if layout == known:
-            return known
-    raise ValueError(f"layout {layout!r} is unknown." + did_you_mean(layout, names))
-
-
 def make_plan(
     table: ParamTable,
+    options: Options = DEFAULT_OPTIONS,
     *,
     world: int,
     worlds: Mapping[str, int] | None = None,
     ranks: int | None = None,
-    layout: str = "auto",
-    rules: Sequence[RouteRule] | None = None,
-    strict: bool = False,
-    grad_dtype: DType = DType.FP32,
-    bucket_numel: int | None = None,
-    cohort_numel: int = DEFAULT_COHORT_NUMEL,
-    reducer: Reducer = "collective",
-    param_sync: ParamSync = "gather",
-    shard_grads: bool = False,
-    staging: Staging = "slots",
     stages_by_tie: Mapping[str, int] | None = None,
-    hardware: Hardware = DEFAULT_HARDWARE,
 ) -> Plan:
     """Route, lay out and assign: the whole plan from a table of params.
 
@@ -251,71 +227,53 @@ def make_plan(
     >>> make_plan(table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), world=2).works[0].imbalance
     1.0
     """
-    return compare_plans(
-        table,
-        (layout,),
-        world=world,
-        worlds=worlds,
-        ranks=ranks,
-        rules=rules,
-        strict=strict,
-        grad_dtype=grad_dtype,
-        bucket_numel=bucket_numel,
-        cohort_numel=cohort_numel,
-        reducer=reducer,
-        param_sync=param_sync,
-        shard_grads=shard_grads,
-        staging=staging,
-        stages_by_tie=stages_by_tie,
-        hardware=hardware,
-    )[layout]
+    plans = compare_plans(
+        table, (options.layout,), options, world=world, worlds=worlds, ranks=ranks, stages_by_tie=stages_by_tie
+    )
+    return plans[options.layout]
 
 
 def compare_plans(
     table: ParamTable,
     layouts: Sequence[str],
+    options: Options = DEFAULT_OPTIONS,
     *,
     world: int,
     worlds: Mapping[str, int] | None = None,
     ranks: int | None = None,
-    rules: Sequence[RouteRule] | None = None,
-    strict: bool = False,
-    grad_dtype: DType = DType.FP32,
-    bucket_numel: int | None = None,
-    cohort_numel: int = DEFAULT_COHORT_NUMEL,
-    reducer: Reducer = "collective",
-    param_sync: ParamSync = "gather",
-    shard_grads: bool = False,
-    staging: Staging = "slots",
     stages_by_tie: Mapping[str, int] | None = None,
-    hardware: Hardware = DEFAULT_HARDWARE,
 ) -> dict[str, Plan]:
-    """The plans of several layouts, for little more than the dearest costs: what they share is done once."""
+    """The plans of several layouts in place of the one in `options`, for little more than the dearest costs: what they
+    share is done once."""
     resolved = [resolve_layout(layout) for layout in layouts]
     world_by_domain = _worlds(table, world, worlds or {})
-    _check_sizes(bucket_numel, cohort_numel)
-    _check_choices(reducer=(reducer, REDUCERS), param_sync=(param_sync, PARAM_SYNCS), staging=(staging, STAGINGS))
-    routes = route_params(table, rules, strict=strict)
+    routes = route_params(table, options.rules, strict=options.strict)
     drafts: dict[Layout, Draft] = {}
 
     def draft(layout: Layout | Mapping[BufferGroup, Layout]) -> Draft:
         if isinstance(layout, str) and layout in drafts:
             return drafts[layout]
-        buffers = plan_storage(
-            table,
-            routes,
-            world_by_domain=world_by_domain,
-            layout=layout,
-            bucket_numel=bucket_numel,
-            reducer=reducer,
-            param_sync=param_sync,
-        )
+        buffers: tuple[BufferPlan, ...] = ()
+        own: tuple[ShardPlan, ...] = ()
+        if options.memory == "params":
+            own = whole_params(table, routes, world_by_domain)
+        else:
+            buffers = plan_storage(
+                table,
+                routes,
+                world_by_domain=world_by_domain,
+                layout=layout,
+                bucket_numel=options.bucket_numel,
+                reducer=options.reducer,
+                param_sync=options.param_sync,
+            )
+        shards = [*own, *(bucket for buffer in buffers for bucket in buffer.buckets)]
         works = tuple(
             work
             for domain, size in sorted(world_by_domain.items())
-            if (work := plan_work(buffers, routes, domain=domain, world=size, cohort_numel=cohort_numel)).items
+            if (work := plan_work(shards, routes, domain=domain, world=size, cohort_numel=options.cohort_numel)).items
         )
-        made = Draft(buffers, works)
+        made = Draft(buffers, works, own)
         if isinstance(layout, str):
             drafts[layout] = made
         return made
@@ -323,10 +281,18 @@ def compare_plans(
     plans: dict[str, Plan] = {}
     for layout in resolved:
         choices: tuple[Choice, ...] = ()
-        if layout == "auto":
+        if layout == "auto" and options.memory == "params":
+            made = draft("flat")
+        elif layout == "auto":
             # What all-reduces gradients has none to release early.
-            fitting = [name for name in CANDIDATES if not (shard_grads and name == "compact")]
-            choices = choose_layouts({name: draft(name) for name in fitting}, world_by_domain, grad_dtype, hardware)
+            fitting = [
+                name
+                for name in CANDIDATES
+                if not (options.shard_grads and FACTS_BY_LAYOUT[name].reduces == "all_reduce")
+            ]
+            choices = choose_layouts(
+                {name: draft(name) for name in fitting}, world_by_domain, options.grad_dtype, options.hardware
+            )
             chosen = {choice.buffer: choice.layout for choice in choices}
             same = {found for group, found in chosen.items() if group.family == "matrix"} or {"flat"}
             made = draft(next(iter(same)) if len(same) == 1 else chosen)
@@ -338,15 +304,12 @@ def compare_plans(
             world=world,
             world_by_domain=world_by_domain,
             ranks=world if ranks is None else ranks,
-            layout=layout,
+            options=replace(options, layout=layout),
             choices=choices,
-            grad_dtype=grad_dtype,
-            reducer=reducer,
-            shard_grads=shard_grads,
-            staging=staging,
             stages_by_tie={**dict.fromkeys((param.tie for param in table if param.tie), 2), **(stages_by_tie or {})},
             buffers=made.buffers,
             works=made.works,
+            own=made.own,
         )
         _refuse_combinations(plan)
         plans[layout] = plan
@@ -368,46 +331,31 @@ def _worlds(table: ParamTable, world: int, worlds: Mapping[str, int]) -> dict[st
     return found
 
 
-def _check_sizes(bucket_numel: int | None, cohort_numel: int) -> None:
-    if bucket_numel is not None and bucket_numel < 1:
-        raise ValueError(f"the bucket size must be at least one element, got {bucket_numel}.")
-    if cohort_numel < 1:
-        raise ValueError(f"the cohort size must be at least one element, got {cohort_numel}.")
-
-
-def _check_choices(**given: tuple[object, Sequence[str]]) -> None:
-    for name, (value, known) in given.items():
-        if value not in known:
-            raise ValueError(
-                f"{name} must be one of {', '.join(known)}, got {value!r}."
-                + (did_you_mean(value, known) if isinstance(value, str) else "")
-            )
-
-
 def _refuse_combinations(plan: Plan) -> None:
     """What cannot be combined is refused here, on the resolved plan, whoever asked for it and however."""
+    options = plan.options
     for buffer in plan.buffers:
         key, world = buffer.key, plan.world_by_domain[buffer.key.domain]
         if world == 1:
             continue
-        if plan.reducer != "collective" and key.layout == "replicated":
+        if options.reducer != "collective" and not buffer.buckets[0].shards.is_split:
             raise ValueError(
-                f"reducer={plan.reducer!r} with layout 'replicated' (buffer {key.label}): an ordered sum arrives at the one "
+                f"reducer={options.reducer!r} with layout 'replicated' (buffer {key.label}): an ordered sum arrives at the one "
                 "rank that owns a shard, and here every rank needs it. Use layout='flat', or reducer='collective'."
             )
-        if plan.shard_grads and buffer.buckets[0].reducer == "all_reduce":
+        if options.shard_grads and buffer.buckets[0].reducer == "all_reduce":
             raise ValueError(
                 f"shard_grads=True with layout {key.layout!r} (buffer {key.label}): its gradients are all-reduced, so every "
                 "rank keeps all of them. Use layout='flat' or 'padded', or reducer='ordered' with 'compact'."
             )
-    if plan.staging == "gradients" and plan.shard_grads:
+    if options.staging == "gradients" and options.shard_grads:
         raise ValueError(
             "staging='gradients' with shard_grads=True: full gradients are released once they are reduced, so there are none "
             "to lease. Use staging='slots'."
         )
-    if plan.reducer == "ordered_bf16" and plan.grad_dtype is not DType.FP32:
+    if options.reducer == "ordered_bf16" and options.grad_dtype is not DType.FP32:
         raise ValueError(
-            f"reducer='ordered_bf16' with grad_dtype {plan.grad_dtype}: it rounds fp32 gradients to bf16 for the wire. Use "
+            f"reducer='ordered_bf16' with grad_dtype {options.grad_dtype}: it rounds fp32 gradients to bf16 for the wire. Use "
             "reducer='ordered', which sends gradients as they are, or grad_dtype fp32."
         )
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 from layerwise.dtypes import DType
 from layerwise.layout.exchange import moved_numel
+from layerwise.layout.shards import ShardPlan
 from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.layout.work import WorkPlan
 
@@ -108,7 +109,7 @@ def reduce_op(bucket: BucketPlan, grad_dtype: DType) -> CommOp:
 
 def tie_op(bucket: BucketPlan, stages: int) -> CommOp:
     """The sum of a tied weight's reduced gradient over the pipeline stages that hold a copy of it, shard by shard."""
-    numels = bucket.shard_numels() if bucket.num_shards > 1 else (bucket.numel,) * bucket.world
+    numels = bucket.shard_numels()
     return CommOp("tie", "all_reduce", f"tie {bucket.tie!r}", DType.FP32, max(numels), stages, numels, bucket.domain)
 
 
@@ -149,7 +150,7 @@ def logits_op(numel: int, world: int) -> CommOp:
     return CommOp("logits", "all_reduce", "logits", DType.FP32, numel, world, reduce="max")
 
 
-def pipelined(num_cohorts: int) -> Iterator[tuple[Literal["exchange", "return"], int]]:
+def staggered(num_cohorts: int) -> Iterator[tuple[Literal["exchange", "return"], int]]:
     """The order of a domain's all-to-alls: cohort k + 1 is on its way to its homes while cohort k is orthogonalised."""
     for cohort in range(num_cohorts + 1):
         if cohort < num_cohorts:
@@ -160,6 +161,7 @@ def pipelined(num_cohorts: int) -> Iterator[tuple[Literal["exchange", "return"],
 
 def build_schedule(
     buffers: Sequence[BufferPlan],
+    shards: Sequence[ShardPlan],
     works: Sequence[WorkPlan],
     *,
     ranks: int,
@@ -169,19 +171,19 @@ def build_schedule(
     wire_dtypes: Mapping[tuple[str, int], DType],
     logits_numel: int = 0,
 ) -> CommSchedule:
-    """The schedule of a step. `wire_dtypes` says how each (domain, cohort) travels; `ranks` take part in the stats, and in
+    """The schedule of a step: buffers are reduced and gathered, matrices travel between shards. `wire_dtypes` says how each (domain, cohort) travels; `ranks` take part in the stats, and in
     the maxima of `logits_numel` attention heads, where those are clipped."""
     pairs = sorted(
         ((bucket, buffer.key) for buffer in buffers for bucket in buffer.buckets), key=lambda pair: pair[0].index
     )
-    bucket_by_index = {bucket.index: bucket for bucket, _ in pairs}
+    plan_by_index = {plan.index: plan for plan in shards}
     ops = [reduce_op(bucket, grad_dtype) for bucket, _ in pairs]
     tied = sorted((bucket for bucket, _ in pairs if bucket.tie), key=lambda bucket: bucket.tie)
     ops.extend(tie_op(bucket, stages_by_tie[bucket.tie]) for bucket in tied)
     ops.append(stats_op(stats_numel, ranks))
     for work in works:
-        totals = moved_numel(work, bucket_by_index)
-        for phase, cohort in pipelined(work.num_cohorts):
+        totals = moved_numel(work, plan_by_index)
+        for phase, cohort in staggered(work.num_cohorts):
             if cohort not in totals:
                 continue  # home == owner everywhere: there is no such collective
             sent = totals[cohort][0 if phase == "exchange" else 1]

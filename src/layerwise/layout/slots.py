@@ -97,8 +97,8 @@ def idle_runs(buffers: Sequence[BufferPlan], ranks: Mapping[str, int], *, keeps_
         start = 0
         for bucket in sorted(buffer.buckets, key=lambda bucket: bucket.offset):
             if keeps_shards:
-                shard = bucket.shard_of(ranks[buffer.key.domain])
-                low, high = (bucket.offset + bucket.shard_start(side) for side in (shard, shard + 1))
+                part = bucket.shard_part(ranks[buffer.key.domain])
+                low, high = bucket.offset + part.start, bucket.offset + part.stop
                 if low > start:
                     yield IdleRun(number, start, low)
                 start = high

@@ -9,7 +9,7 @@ runs and its reduction can start early. What a layout decides is how a bucket is
   shards are as uneven as that makes them.
 * `replicated`: one shard, which every rank holds.
 
-All of them are borders in a bucket. The rest of the engine knows nothing else about them.
+All of them are intervals of a bucket, one for each rank. The rest of the engine knows nothing else about them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,24 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from operator import sub
 from typing import Literal, NamedTuple
 
+from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout, LayoutFacts, Packing, WorkPolicy
 from layerwise.dtypes import DType
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.cost import newton_schulz_cost
+from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.ownership import owners_of
-from layerwise.layout.packing import Packing, PackItem, pack
+from layerwise.layout.packing import PackItem, pack
+from layerwise.layout.shards import Held, Ranks
+from layerwise.layout.spans import Span
 from layerwise.routing.defaults import Family
 from layerwise.routing.geometry import ceil_to
+from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamSpec, ParamTable
-from layerwise.units import MIB
-
-Layout = Literal["flat", "padded", "compact", "replicated", "padded:reference", "padded:reference-numel"]
-LAYOUTS: tuple[Layout, ...] = (
-    "flat",
-    "padded",
-    "compact",
-    "replicated",
-    "padded:reference",
-    "padded:reference-numel",
-)
-"""The storage plans the engine executes. The last two pack as Megatron-LM does, now and before, for comparison."""
 
 Reducer = Literal["collective", "ordered", "ordered_bf16"]
 REDUCERS: tuple[Reducer, ...] = ("collective", "ordered", "ordered_bf16")
@@ -58,12 +51,6 @@ GRAD_SLOTS = 2
 """Full-size gradients that are kept per buffer where gradients are released once reduced: one fills while the one
 before is on its way."""
 
-_PACKINGS: dict[Layout, Packing] = {
-    "padded": "best",
-    "padded:reference": "reference",
-    "padded:reference-numel": "reference-numel",
-}
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class BufferKey:
@@ -74,6 +61,10 @@ class BufferKey:
     family: Family
     dtype: DType
     layout: Layout
+
+    @property
+    def facts(self) -> LayoutFacts:
+        return FACTS_BY_LAYOUT[self.layout]
 
     @property
     def label(self) -> str:
@@ -90,49 +81,24 @@ class Placement:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A param's interval inside one shard: elements [start, stop) of the flattened param, at `shard_offset` of the
-    shard."""
-
-    fqn: str
-    start: int
-    stop: int
-    shard_offset: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def part(self) -> slice:
-        """Where it lies in its shard."""
-        return slice(self.shard_offset, self.shard_offset + self.numel)
-
-
 ReduceKind = Literal["reduce_scatter", "all_reduce", "ordered", "ordered_bf16"]
 PublishKind = Literal["all_gather", "uneven_all_gather", "broadcast", "none"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketPlan:
-    """A slice of a buffer that is communicated together. Its collectives come from its own fields, never from a global
-    flag."""
+    """A slice of a buffer that is communicated together, and a shard of it on every rank. Its collectives come from its
+    own fields, never from a global flag."""
 
     index: int
     """Position in the order in which all buckets of the model are reduced."""
     buffer: int
     domain: str
-    world: int
-    """Ranks of its domain."""
     offset: int
     """Start in its buffer, in elements."""
-    numel: int
-    num_shards: int
-    borders: tuple[int, ...]
-    """Where each shard starts, and the end; empty where all shards are equal."""
-    whole: bool
-    """Every param lies whole in one shard, whose rank is home to its matrices."""
+    shards: Intervals
+    """Which of its elements each rank has."""
+    work: WorkPolicy
     reducer: ReduceKind
     publisher: PublishKind
     placements: tuple[Placement, ...]
@@ -143,55 +109,94 @@ class BucketPlan:
     def label(self) -> str:
         return f"bucket {self.index}"
 
-    def shard_of(self, rank: int) -> int:
-        """Which shard a rank holds; where nothing is sharded every rank holds shard 0."""
-        return rank if self.num_shards > 1 else 0
+    @property
+    def numel(self) -> int:
+        return self.shards.numel
 
-    def shard_start(self, shard: int) -> int:
-        return self.borders[shard] if self.borders else shard * (self.numel // self.num_shards)
+    @property
+    def world(self) -> int:
+        """Ranks of its domain."""
+        return self.shards.world
 
-    def shard_numel(self, shard: int) -> int:
-        return self.shard_start(shard + 1) - self.shard_start(shard)
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        return tuple(placement.fqn for placement in self.placements)
 
-    def shard_part(self, shard: int) -> slice:
-        """Where a shard lies in the bucket."""
-        return slice(self.shard_start(shard), self.shard_start(shard + 1))
+    @cached_property
+    def _placement_of(self) -> dict[str, Placement]:
+        return {placement.fqn: placement for placement in self.placements}
+
+    def param_numel(self, fqn: str) -> int:
+        return self._placement_of[fqn].numel
+
+    def shard_numel(self, rank: int) -> int:
+        return self.shards.stop(rank) - self.shards.start(rank)
 
     def shard_numels(self) -> tuple[int, ...]:
-        """Elements of every shard."""
-        if not self.borders:
-            return (self.numel // self.num_shards,) * self.num_shards
-        return tuple(map(sub, self.borders[1:], self.borders))
+        """Elements of every rank's shard."""
+        return self.shards.numels()
 
-    def spans(self, shard: int) -> tuple[Span, ...]:
-        """The params' intervals inside one shard, in bucket order."""
-        low, high = self.shard_start(shard), self.shard_start(shard + 1)
-        offsets = [placement.offset for placement in self.placements]
-        found = []
-        for placement in self.placements[max(0, bisect_right(offsets, low) - 1) :]:
+    def shard_part(self, rank: int) -> slice:
+        """Where a rank's shard lies in the bucket."""
+        return slice(self.shards.start(rank), self.shards.stop(rank))
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        low, high = self.shards.start(rank), self.shards.stop(rank)
+        found: list[Span] = []
+        first = max(0, bisect_right(self.placements, low, key=lambda placement: placement.offset) - 1)
+        for placement in self.placements[first:]:
             if placement.offset >= high:
                 break
-            start, stop = max(low, placement.offset), min(high, placement.offset + placement.numel)
-            if start < stop:
-                found.append(Span(placement.fqn, start - placement.offset, stop - placement.offset, start - low))
+            found.extend(self._within(placement, low, high))
         return tuple(found)
 
-    def held(self, placement: Placement, shard: int) -> tuple[int, int]:
-        """The interval [start, stop) of a param's elements that lies in a shard; empty where start >= stop."""
-        start = self.shard_start(shard) - placement.offset
-        stop = self.shard_start(shard + 1) - placement.offset
-        return max(start, 0), min(stop, placement.numel)
+    def spans_of(self, fqn: str, rank: int) -> Sequence[Span]:
+        return self._within(self._placement_of[fqn], self.shards.start(rank), self.shards.stop(rank))
 
-    def shards_holding(self, placement: Placement, start: int, stop: int) -> range:
-        """The shards that hold any of elements [start, stop) of a param."""
+    @staticmethod
+    def _within(placement: Placement, low: int, high: int) -> tuple[Span, ...]:
+        start, stop = max(low, placement.offset), min(high, placement.offset + placement.numel)
         if start >= stop:
-            return range(0)
-        return range(self._shard_at(placement.offset + start), self._shard_at(placement.offset + stop - 1) + 1)
+            return ()
+        return (Span(placement.fqn, None, start - placement.offset, stop - placement.offset, start - low),)
 
-    def _shard_at(self, position: int) -> int:
-        if self.borders:
-            return bisect_right(self.borders, position) - 1
-        return position // (self.numel // self.num_shards)
+    def copies(self, span: Span, rank: int) -> Ranks:
+        return self.shards.copies(rank)
+
+    def ranks_of(self, matrix: Matrix) -> Ranks:
+        offset = self._placement_of[matrix.fqn].offset
+        return self.shards.ranks(offset + matrix.flat_start, offset + matrix.flat_stop)
+
+    def holders(self, matrix: Matrix) -> list[Held]:
+        placement = self._placement_of[matrix.fqn]
+        if len(matrix.grid) == 1:  # nearly always
+            start = placement.offset + matrix.box.starts[0]
+            return self.shards.held(start, start + matrix.rows * matrix.cols)
+        if not self.shards.is_split:
+            return [(0, self.world, matrix.numel)]
+        found = (
+            (rank, rank + 1, matrix.numel_within(start - placement.offset, stop - placement.offset))
+            for rank in self.ranks_of(matrix)
+            for start, stop in ((self.shards.start(rank), self.shards.stop(rank)),)
+        )
+        return [run for run in found if run[2]]
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "label": self.label,
+            "offset": self.offset,
+            "numel": self.numel,
+            "shards": self.shards.to_json(),
+            "work": self.work,
+            "tie": self.tie,
+            "reducer": self.reducer,
+            "publisher": self.publisher,
+            "params": [[placement.fqn, placement.offset, placement.numel] for placement in self.placements],
+        }
+
+    def offset_of(self, fqn: str) -> int:
+        """Where a param begins in the bucket."""
+        return self._placement_of[fqn].offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,21 +224,14 @@ def default_bucket_numel(world: int) -> int:
     return max(40_000_000, 1_000_000 * world)
 
 
-def bucket_numel_of(mib: float | None, grad_dtype: DType) -> int | None:
-    """Elements of a bucket of so many MiB of gradients; None leaves it to the default."""
-    return None if mib is None else max(1, int(mib * MIB) // grad_dtype.itemsize)
-
-
 class _Cut(NamedTuple):
     """A bucket before it has a number."""
 
     placements: tuple[Placement, ...]
-    numel: int
-    num_shards: int
-    borders: tuple[int, ...] = ()
+    shards: Intervals
 
 
-def _chunks(params: Iterable[ParamSpec], bucket_numel: int, alignment: int) -> list[list[ParamSpec]]:
+def _members(params: Iterable[ParamSpec], bucket_numel: int, alignment: int) -> list[list[ParamSpec]]:
     """Params in backward order, bucket by bucket: one is closed when it is full.
 
     A weight tied across pipeline stages sits alone, so that its shard borders are the same on all of them whatever lies
@@ -260,17 +258,21 @@ def _place(params: Iterable[ParamSpec], alignment: int) -> tuple[tuple[Placement
     return tuple(placements), cursor
 
 
-def _cut_evenly(params: Sequence[ParamSpec], bucket_numel: int, num_shards: int) -> list[_Cut]:
-    divisor = math.lcm(num_shards, BUCKET_ALIGNMENT)
+def _cut_evenly(params: Sequence[ParamSpec], bucket_numel: int, world: int) -> list[_Cut]:
+    divisor = math.lcm(world, BUCKET_ALIGNMENT)
     cuts = []
-    for members in _chunks(params, bucket_numel, PARAM_ALIGNMENT):
+    for members in _members(params, bucket_numel, PARAM_ALIGNMENT):
         placements, end = _place(members, PARAM_ALIGNMENT)
-        cuts.append(_Cut(placements, ceil_to(max(end, 1), divisor), num_shards))
+        cuts.append(_Cut(placements, Equal(ceil_to(max(end, 1), divisor), world)))
     return cuts
 
 
-def _cut_whole(
-    params: Sequence[ParamSpec], bucket_numel: int, num_shards: int, routes: Mapping[str, Route], packing: Packing
+def _copy_all(params: Sequence[ParamSpec], bucket_numel: int, world: int) -> list[_Cut]:
+    return [_Cut(cut.placements, Copied(cut.shards.numel, world)) for cut in _cut_evenly(params, bucket_numel, world=1)]
+
+
+def _cut_packed(
+    params: Sequence[ParamSpec], bucket_numel: int, world: int, routes: Mapping[str, Route], packing: Packing
 ) -> list[_Cut]:
     items = [
         PackItem(
@@ -287,26 +289,24 @@ def _cut_whole(
                 Placement(place.fqn, place.shard * bucket.shard_numel + place.offset, place.numel)
                 for place in bucket.places
             ),
-            bucket.shard_numel * num_shards,
-            num_shards,
+            Equal(bucket.shard_numel * world, world),
         )
-        for bucket in pack(items, num_shards=num_shards, bucket_numel=bucket_numel, packing=packing)
+        for bucket in pack(items, num_shards=world, bucket_numel=bucket_numel, packing=packing)
     ]
 
 
-def _cut_compactly(
-    params: Sequence[ParamSpec], bucket_numel: int, num_shards: int, owner_of: Mapping[str, int]
+def _cut_by_owner(
+    params: Sequence[ParamSpec], bucket_numel: int, world: int, owner_of: Mapping[str, int]
 ) -> list[_Cut]:
     cuts = []
-    for members in _chunks(params, bucket_numel, alignment=1):
+    for members in _members(params, bucket_numel, alignment=1):
         # One owner's params lie side by side: what an owner publishes is one stretch, sent from where it lies.
         by_owner = sorted(members, key=lambda param: owner_of[param.fqn])
-        placements, end = _place(by_owner, alignment=1)
-        loads = [0] * num_shards
+        placements, _ = _place(by_owner, alignment=1)
+        loads = [0] * world
         for param in members:
             loads[owner_of[param.fqn]] += param.numel
-        borders = tuple(accumulate(loads, initial=0)) if num_shards > 1 else ()
-        cuts.append(_Cut(placements, end, num_shards, borders))
+        cuts.append(_Cut(placements, Uneven(tuple(accumulate(loads, initial=0)))))
     return cuts
 
 
@@ -350,48 +350,42 @@ def plan_storage(
     keyed = {BufferKey(*group, layout=layouts[group]): params for group, params in members.items()}
     owner_of: dict[str, int] = {}
     for domain, world in world_by_domain.items():
-        owned = [p for key, params in keyed.items() if key.domain == domain and key.layout == "compact" for p in params]
+        owned = [
+            param
+            for key, params in keyed.items()
+            if key.domain == domain and key.facts.cut == "by owner"
+            for param in params
+        ]
         owner_of.update(owners_of(owned, world))
     cuts = {}
     for key, params in keyed.items():
         world = world_by_domain[key.domain]
         size = bucket_numel or default_bucket_numel(world)
-        match key.layout:
-            case "flat":
+        match key.facts.cut:
+            case "evenly":
                 cuts[key] = _cut_evenly(params, size, world)
-            case "replicated":
-                cuts[key] = _cut_evenly(params, size, 1)
-            case "compact":
-                cuts[key] = _cut_compactly(params, size, world, owner_of)
-            case _:
-                cuts[key] = _cut_whole(params, size, world, routes, _PACKINGS[key.layout])
-    return _number_buckets(cuts, table, world_by_domain, reducer, param_sync)
+            case "copied":
+                cuts[key] = _copy_all(params, size, world)
+            case "by owner":
+                cuts[key] = _cut_by_owner(params, size, world, owner_of)
+            case "packed":
+                cuts[key] = _cut_packed(params, size, world, routes, key.facts.packing)
+    return _number_buckets(cuts, table, reducer, param_sync)
 
 
 def _for_all(groups: Iterable[BufferGroup], layout: Layout) -> dict[BufferGroup, Layout]:
     """One layout for all matrices. What no matrix rule manages is stored in byte-level shards beside any of them."""
-    beside: Layout = "replicated" if layout == "replicated" else "flat"
+    beside = FACTS_BY_LAYOUT[layout].beside
     return {group: layout if group.family == "matrix" else beside for group in groups}
 
 
-def _reducer_of(layout: Layout, reducer: Reducer) -> ReduceKind:
-    if reducer != "collective":
-        return reducer
-    return "all_reduce" if layout in ("compact", "replicated") else "reduce_scatter"
-
-
-def _publisher_of(layout: Layout, param_sync: ParamSync) -> PublishKind:
-    if layout == "replicated":
-        return "none"
-    if param_sync == "broadcast":
-        return "broadcast"
-    return "uneven_all_gather" if layout == "compact" else "all_gather"
+def _publisher_of(facts: LayoutFacts, param_sync: ParamSync) -> PublishKind:
+    return "broadcast" if param_sync == "broadcast" and facts.publishes != "none" else facts.publishes
 
 
 def _number_buckets(
     cuts: Mapping[BufferKey, Sequence[_Cut]],
     table: ParamTable,
-    world_by_domain: Mapping[str, int],
     reducer: Reducer,
     param_sync: ParamSync,
 ) -> tuple[BufferPlan, ...]:
@@ -413,18 +407,15 @@ def _number_buckets(
                     index=index_by_slot[key, slot],
                     buffer=buffer,
                     domain=key.domain,
-                    world=world_by_domain[key.domain],
                     offset=offset,
-                    numel=cut.numel,
-                    num_shards=cut.num_shards,
-                    borders=cut.borders,
-                    whole=key.layout in ("compact", *_PACKINGS),
-                    reducer=_reducer_of(key.layout, reducer),
-                    publisher=_publisher_of(key.layout, param_sync),
+                    shards=cut.shards,
+                    work=key.facts.work,
+                    reducer=key.facts.reduces if reducer == "collective" else reducer,
+                    publisher=_publisher_of(key.facts, param_sync),
                     placements=cut.placements,
                     tie=tie_of.get(cut.placements[0].fqn, ""),
                 )
             )
-            offset += cut.numel
+            offset += cut.shards.numel
         plans.append(BufferPlan(index=buffer, key=key, buckets=tuple(buckets), numel=offset))
     return tuple(plans)

@@ -4,8 +4,8 @@ Homes come from LPT over all matrices of a domain at once: the dearest first, ea
 one shape are then dealt again among the homes that LPT chose for that shape, and ranks trade places, so that as many
 elements as possible are already where they are needed; no load grows by that.
 
-Where the storage plan keeps params whole (`padded`, `compact`) the rank that holds a matrix is its home, and nothing
-moves.
+Where a shard plan says `stay`, the rank that holds a matrix whole is its home, and where it says `repeat` all ranks that
+do are: each orthogonalises its own copy. That nothing moves then is a result.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, count, repeat
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from layerwise.layout.cost import newton_schulz_cost
-from layerwise.layout.storage import BucketPlan, BufferPlan, Placement
+from layerwise.layout.shards import Held, Ranks, ShardPlan, param_whole_on, whole_on
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route
-
-EVERY_RANK = -1
-"""Home of a matrix that every rank holds whole: each orthogonalises its own copy and nothing moves."""
 
 DEFAULT_COHORT_NUMEL = 32 * 1024 * 1024
 """Elements that each rank has in flight per cohort, on average. 64 MiB in bf16: well past where links reach their
@@ -39,10 +37,10 @@ class WorkItem(NamedTuple):
     """One matrix, where it lies and who orthogonalises it."""
 
     matrix: Matrix
-    bucket: int
-    placement: int
-    """Index into the bucket's placements."""
-    home: int
+    shard: int
+    """Number of the shard plan that it lies in."""
+    homes: Ranks
+    """One rank, or several that do the same."""
     cohort: int
 
 
@@ -76,8 +74,7 @@ class _Stack(NamedTuple):
     what can be decided for all matrices of a param is decided once."""
 
     matrices: tuple[Matrix, ...]
-    bucket: BucketPlan
-    placement: int
+    plan: ShardPlan
     first_key: int
     """The place of its first matrix among all matrices by name: what ties are decided by, and quicker to compare than
     names."""
@@ -89,39 +86,6 @@ class _Candidate(NamedTuple):
     key: int
     matrix: Matrix
     stack: _Stack
-
-
-Held: TypeAlias = tuple[int, int, int]
-"""(first, stop, numel): each of the shards [first, stop) holds so many elements of a matrix. Bare, because every matrix
-has a few of them and nothing is quicker to make."""
-
-
-def holder_runs(matrix: Matrix, bucket: BucketPlan, placement: Placement) -> list[Held]:
-    """How many elements of the matrix the shards of its bucket hold, in order."""
-    if len(matrix.grid) > 1 or bucket.borders:
-        shards = bucket.shards_holding(placement, matrix.flat_start, matrix.flat_stop)
-        found = ((shard, matrix.numel_within(*bucket.held(placement, shard))) for shard in shards)
-        return [(shard, shard + 1, numel) for shard, numel in found if numel]
-    start = placement.offset + matrix.box.starts[0]
-    return equal_shards_holding(start, start + matrix.rows * matrix.cols, bucket.numel // bucket.num_shards)
-
-
-def equal_shards_holding(start: int, stop: int, shard_numel: int) -> list[Held]:
-    """How many elements of the stretch [start, stop) of a bucket each of its shards holds, where those are equal."""
-    first, last = start // shard_numel, (stop - 1) // shard_numel
-    if first == last:
-        return [(first, last + 1, stop - start)]
-    head, tail = (first + 1) * shard_numel - start, stop - last * shard_numel
-    if last == first + 1:
-        return [(first, last, head), (last, last + 1, tail)]
-    # In between there is nothing else.
-    return [(first, first + 1, head), (first + 1, last, shard_numel), (last, last + 1, tail)]
-
-
-def holders(matrix: Matrix, bucket: BucketPlan, placement: Placement) -> dict[int, int]:
-    """How many elements of the matrix each shard of its bucket holds."""
-    runs = holder_runs(matrix, bucket, placement)
-    return {shard: numel for first, stop, numel in runs for shard in range(first, stop)}
 
 
 def _longest_first(
@@ -221,56 +185,59 @@ def _nearest_ranks(
     return [place[rank] if gained > 0 else rank for rank in range(world)]
 
 
-def _given_home(stack: _Stack) -> int | None:
-    """The home that the storage plan decides for all matrices of a param, if it does."""
-    if stack.bucket.num_shards == 1:
-        return EVERY_RANK
-    return _holder(stack.bucket, stack.bucket.placements[stack.placement]) if stack.bucket.whole else None
+def _given_homes(stack: _Stack) -> list[Ranks | None]:
+    """The homes that the shard plan's policy decides for the matrices of a param; None for those that are dealt out."""
+    if stack.plan.work == "balance" and stack.plan.world > 1:
+        return [None] * len(stack.matrices)
+    everything = param_whole_on(stack.plan, stack.matrices[0])
+    if everything:
+        return [everything if stack.plan.work == "repeat" else _one_rank(everything[0])] * len(stack.matrices)
+    found: list[Ranks | None] = []
+    for matrix in stack.matrices:
+        ranks = whole_on(stack.plan, matrix)
+        found.append((ranks if stack.plan.work == "repeat" else _one_rank(ranks[0])) if ranks else None)
+    return found
 
 
-def _given_loads(stacks: Iterable[_Stack], homes: Iterable[int | None], world: int) -> list[int]:
-    """What each rank has to do because of the storage plan."""
+@cache
+def _one_rank(rank: int) -> Ranks:
+    return range(rank, rank + 1)
+
+
+def _given_loads(stacks: Iterable[_Stack], given: Iterable[Sequence[Ranks | None]], world: int) -> list[int]:
+    """What each rank has to do because of the shard plans' policies."""
     loads = [0] * world
     everywhere = 0
-    for stack, home in zip(stacks, homes, strict=True):
-        if home is None:
-            continue
-        shapes = Counter((matrix.rows, matrix.cols) for matrix in stack.matrices)
-        cost = sum(count * newton_schulz_cost(*shape) for shape, count in shapes.items())
-        if home == EVERY_RANK:
-            everywhere += cost
-        else:
-            loads[home] += cost
+    for stack, homes_of in zip(stacks, given, strict=True):
+        for matrix, homes in zip(stack.matrices, homes_of, strict=True):
+            if homes is None:
+                continue
+            cost = newton_schulz_cost(matrix.rows, matrix.cols)
+            if len(homes) == world:
+                everywhere += cost
+            else:
+                for home in homes:
+                    loads[home] += cost
     return [load + everywhere for load in loads]
 
 
-def _holder(bucket: BucketPlan, placement: Placement) -> int:
-    """The one shard that holds a param; anything else is a mistake of the storage plan."""
-    shards = bucket.shards_holding(placement, 0, placement.numel)
-    if len(shards) != 1:
-        raise ValueError(
-            f"param {placement.fqn!r} crosses a shard border of {bucket.label} (shards {shards.start} to {shards.stop - 1}): "
-            "its layout keeps every param whole in one shard."
-        )
-    return shards.start
-
-
-def _cohorts(stacks: Iterable[_Stack], given: Iterable[int | None], world: int, cohort_numel: int) -> list[int]:
+def _cohorts(
+    stacks: Iterable[_Stack], homes: Iterable[Sequence[Ranks | None]], world: int, cohort_numel: int
+) -> list[int]:
     """The cohort of each matrix: consecutive in backward order, closed when ranks have `cohort_numel` each on average.
-    What every rank orthogonalises is not shared out, so it counts for each of them."""
+    What several ranks orthogonalise counts for each of them."""
     cohorts, cohort, filled = [], 0, 0
-    for stack, home in zip(stacks, given, strict=True):
-        ranks = world if home == EVERY_RANK else 1
-        for matrix in stack.matrices:
+    for stack, homes_of in zip(stacks, homes, strict=True):
+        for matrix, own in zip(stack.matrices, homes_of, strict=True):
             if filled >= cohort_numel * world:
                 cohort, filled = cohort + 1, 0
             cohorts.append(cohort)
-            filled += matrix.rows * matrix.cols * ranks
+            filled += matrix.rows * matrix.cols * (1 if own is None else len(own))
     return cohorts
 
 
 def _staying_cohorts(stacks: Iterable[_Stack], most_numel: int) -> list[int]:
-    """The cohort of each matrix where nothing moves: matrices of one shape together, in equal parts of at most
+    """The cohort of each matrix where every rank does everything: matrices of one shape together, in equal parts of at most
     `most_numel` elements, and small parts of several shapes in one cohort."""
     by_shape: dict[Shape, list[int]] = defaultdict(list)
     matrices = [matrix for stack in stacks for matrix in stack.matrices]
@@ -291,19 +258,21 @@ def _staying_cohorts(stacks: Iterable[_Stack], most_numel: int) -> list[int]:
     return cohorts
 
 
-def _stacks(buckets: Sequence[BucketPlan], routes: Mapping[str, Route]) -> list[_Stack]:
-    """The params of these buckets, in backward order."""
-    names = sorted(placement.fqn for bucket in buckets for placement in bucket.placements)
-    first_key = dict(zip(names, accumulate((len(routes[fqn].matrices) for fqn in names), initial=0), strict=False))
-    return [
-        _Stack(routes[placement.fqn].matrices, bucket, position, first_key[placement.fqn])
-        for bucket in sorted(buckets, key=lambda bucket: bucket.index)
-        for position, placement in enumerate(bucket.placements)
+def _stacks(plans: Sequence[ShardPlan], routes: Mapping[str, Route]) -> list[_Stack]:
+    """The params of these plans that matrix rules manage, in backward order."""
+    members = [
+        (plan, fqn)
+        for plan in sorted(plans, key=lambda plan: plan.index)
+        for fqn in plan.fqns
+        if routes[fqn].family == "matrix"
     ]
+    names = sorted(fqn for _, fqn in members)
+    first_key = dict(zip(names, accumulate((len(routes[fqn].matrices) for fqn in names), initial=0), strict=False))
+    return [_Stack(routes[fqn].matrices, plan, first_key[fqn]) for plan, fqn in members]
 
 
 def plan_work(
-    buffers: Sequence[BufferPlan],
+    plans: Iterable[ShardPlan],
     routes: Mapping[str, Route],
     *,
     domain: str,
@@ -311,42 +280,33 @@ def plan_work(
     cohort_numel: int = DEFAULT_COHORT_NUMEL,
 ) -> WorkPlan:
     """Homes and cohorts of every matrix of a domain."""
-    buckets = [
-        bucket
-        for buffer in buffers
-        if buffer.key.domain == domain and buffer.key.family == "matrix"
-        for bucket in buffer.buckets
-    ]
-    stacks = _stacks(buckets, routes)
-    given = [_given_home(stack) for stack in stacks]
+    stacks = _stacks([plan for plan in plans if plan.domain == domain], routes)
+    given = [_given_homes(stack) for stack in stacks]
     by_shape: dict[Shape, list[_Candidate]] = defaultdict(list)
-    for stack, home in zip(stacks, given, strict=True):
-        if home is None:
-            for key, matrix in enumerate(stack.matrices, start=stack.first_key):
+    for stack, homes_of in zip(stacks, given, strict=True):
+        for key, matrix, homes in zip(count(stack.first_key), stack.matrices, homes_of, strict=False):
+            if homes is None:
                 by_shape[matrix.rows, matrix.cols].append(_Candidate(key, matrix, stack))
     before = _given_loads(stacks, given, world)
     home_by_key, loads = _longest_first(by_shape, before)
     held_by_shape = [
-        {
-            key: holder_runs(matrix, stack.bucket, stack.bucket.placements[stack.placement])
-            for key, matrix, stack in sorted(equals, key=itemgetter(0))
-        }
+        {key: stack.plan.holders(matrix) for key, matrix, stack in sorted(equals, key=itemgetter(0))}
         for equals in by_shape.values()
     ]
     _nearest_of_equals(held_by_shape, home_by_key)
     place = _nearest_ranks(held_by_shape, home_by_key, before)
-    if all(home == EVERY_RANK for home in given):
+    if all(homes is not None and len(homes) == world for homes_of in given for homes in homes_of):
         cohorts = _staying_cohorts(stacks, _STAYING_COHORT * cohort_numel)
     else:
         cohorts = _cohorts(stacks, given, world, cohort_numel)
     items: list[WorkItem] = []
-    for stack, home in zip(stacks, given, strict=True):
-        count = len(stack.matrices)
-        keys = range(stack.first_key, stack.first_key + count)
-        homes = [place[home_by_key[key]] for key in keys] if home is None else [home] * count
-        where = [stack.bucket.index] * count, [stack.placement] * count
-        mine = cohorts[len(items) : len(items) + count]
-        items.extend(map(WorkItem._make, zip(stack.matrices, *where, homes, mine, strict=True)))
+    for stack, homes_of in zip(stacks, given, strict=True):
+        chosen: list[Ranks] = [
+            _one_rank(place[home_by_key[key]]) if known is None else known
+            for key, known in enumerate(homes_of, start=stack.first_key)
+        ]
+        mine = cohorts[len(items) : len(items) + len(chosen)]
+        items.extend(map(WorkItem._make, zip(stack.matrices, repeat(stack.plan.index), chosen, mine, strict=False)))
     return WorkPlan(
         domain=domain,
         world=world,

@@ -1,11 +1,9 @@
-"""The tensors that a plan asks for: replicas, gradients, masters and optimizer state, each flat and cut by bucket."""
+"""All memory of a model on one rank: the shards and replicas that its plan asks for, in buffers of ours or in the params'
+own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,141 +11,14 @@ from torch.autograd.graph import increment_version
 
 from layerwise.errors import StateError, listed
 from layerwise.layout.plan import Plan
+from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, place_slots, usable
-from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan, Span
+from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.memory.hooked import grad_of
+from layerwise.memory.replicas import GradRing, Replica
+from layerwise.memory.shards import Shard
 from layerwise.memory.slots import Slots
 from layerwise.models.table import torch_dtype
-from layerwise.routing.geometry import Box, flat_index, row_major_strides
-
-
-class ReplicaState(Enum):
-    """How a bucket's replica stands to its master."""
-
-    FRESH = "fresh"  # forward may read it
-    STALE = "stale"  # the master has moved on
-    IN_FLIGHT = "in flight"  # a gather is writing it
-
-
-@dataclass(eq=False)
-class Bucket:
-    """One bucket's memory on this rank."""
-
-    plan: BucketPlan
-    shard: int
-    replica: Tensor  # 1D, param dtype: what forward reads; every rank has all of it
-    grad: Tensor | None  # 1D, grad dtype: what backward accumulates into; None between leases, where it is leased
-    grad_shard: (
-        Tensor  # 1D: this rank's shard of the reduced gradient; lies in `grad` unless that is leased or narrower
-    )
-    work: Tensor  # 1D, fp32: averaged gradient, then update; aliases `grad_shard` where that is fp32 already
-    master: Tensor  # 1D, fp32: the truth of this rank's shard; aliases `replica` for fp32 params
-    spans: tuple[Span, ...]
-    ring: GradRing | None = None  # where `grad` is leased from
-    state: dict[str, Tensor] = field(default_factory=dict)  # 1D, fp32 each: momentum, exp_avg ...
-    # The step that masters are at, the one whose gather was launched last, and the one that forward reads.
-    master_version: int = 0
-    launched_version: int = 0
-    replica_version: int = 0
-
-    @cached_property
-    def span_by_fqn(self) -> dict[str, Span]:
-        """This rank's span of each param that it holds some of."""
-        return {span.fqn: span for span in self.spans}
-
-    def region_in(self, flat: Tensor, fqn: str, grid: tuple[int, ...], region: Box) -> Tensor:
-        """A region of a param (seen as a `grid`) that this rank holds, as a view of a tensor of the shard's length."""
-        span = self.span_by_fqn[fqn]
-        offset = flat.storage_offset() + span.shard_offset - span.start + flat_index(region.starts, grid)
-        return flat.as_strided(region.shape, row_major_strides(grid), offset)
-
-    @property
-    def replica_state(self) -> ReplicaState:
-        """Where the three versions are; there is no flag that could say something else."""
-        if self.replica_version == self.master_version:
-            return ReplicaState.FRESH
-        return ReplicaState.IN_FLIGHT if self.launched_version == self.master_version else ReplicaState.STALE
-
-    def advance(self) -> None:
-        """The master has moved: fresh becomes stale."""
-        self._expect(ReplicaState.FRESH, ReplicaState.STALE)
-        self.master_version += 1
-
-    def launch(self) -> None:
-        """The gather was started: stale becomes in flight."""
-        self._expect(ReplicaState.STALE, ReplicaState.IN_FLIGHT)
-        self.launched_version = self.master_version
-
-    def land(self) -> None:
-        """The gather was waited for: in flight becomes fresh."""
-        self._expect(ReplicaState.IN_FLIGHT, ReplicaState.FRESH)
-        self.replica_version = self.master_version
-
-    def _expect(self, state: ReplicaState, becoming: ReplicaState) -> None:
-        if self.replica_state is not state:
-            raise StateError(
-                f"{self.plan.label} cannot become {becoming.value}: its replica is {self.replica_state.value} (version "
-                f"{self.replica_version} of {self.master_version}), expected {state.value}. Bring it up to date first, "
-                "with model.ensure()."
-            )
-
-    @property
-    def replica_shard(self) -> Tensor:
-        """The part of the replica that this rank publishes."""
-        return self.replica[self.plan.shard_part(self.shard)]
-
-    def refresh_replica_shard(self) -> None:
-        """Write the params' own dtype of the master into this rank's part of the replica."""
-        if self.master.data_ptr() != self.replica_shard.data_ptr():
-            self.replica_shard.copy_(self.master)
-
-    def refresh_master(self) -> None:
-        """Take the replica as the truth, before there was any step."""
-        if self.master.data_ptr() != self.replica_shard.data_ptr():
-            self.master.copy_(self.replica_shard)
-
-    def pull(self, part: slice) -> None:
-        """Take over what was written into a part of this rank's shard of the replica. Where that is what the master rounds
-        to, the master knows better: weights and masters may both have been loaded, in either order."""
-        if self.master.data_ptr() != self.replica_shard.data_ptr():
-            master, seen = self.master[part], self.replica_shard[part]
-            master.copy_(torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype)))
-
-
-class GradRing:
-    """Memory for the full gradients of a buffer's buckets, leased to one bucket at a time.
-
-    A few slots are kept. When all of them are out another one is made and dropped afterwards: waiting for a peer in the
-    middle of backward could be waiting for ever, if that peer waits for us elsewhere.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._numel, self._dtype, self._device = numel, dtype, device
-        self._free: list[Tensor] = []
-        self._leased: dict[int, Tensor] = {}
-        self.peak = 0
-        """Most slots that were ever out at once."""
-
-    def lease(self, numel: int) -> Tensor:
-        """Zeros, as many as a bucket needs."""
-        slot = self._free.pop() if self._free else torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        self._leased[slot.data_ptr()] = slot
-        self.peak = max(self.peak, len(self._leased))
-        return slot[:numel].zero_()
-
-    def release(self, leased: Tensor) -> None:
-        slot = self._leased.pop(leased.data_ptr())
-        if len(self._leased) + len(self._free) < GRAD_SLOTS:
-            self._free.append(slot)
-
-    def free(self) -> None:
-        """Let go of slots that nobody has."""
-        self._free.clear()
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All slots, leased or free."""
-        return (*self._free, *self._leased.values())
 
 
 def one_device(params: Mapping[str, nn.Parameter]) -> torch.device:
@@ -182,82 +53,95 @@ def _of_its_own(part: Tensor) -> Tensor:
     return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape)  # type: ignore[call-overload, no-any-return]
 
 
+def _master_of(weight: Tensor) -> Tensor:
+    """fp32 memory for what the model reads in this dtype."""
+    return weight if weight.dtype == torch.float32 else torch.zeros_like(weight, dtype=torch.float32)
+
+
 class Storage:
-    """All buckets of a model on this rank. Params are re-pointed at views of the replicas."""
+    """All shards and replicas of a model on this rank. Where the plan has buffers, params are re-pointed at views of the
+    replicas; where it has none, params stay where they are, and shards are their memory."""
 
     def __init__(self, plan: Plan, params: Mapping[str, nn.Parameter], ranks: Mapping[str, int]) -> None:
         self.plan = plan
         self.ranks = dict(ranks)
         """This rank's number in every domain."""
         self.params = dict(params)
-        if plan.bucket_of.keys() != self.params.keys():
-            missing = sorted(plan.bucket_of.keys() ^ self.params.keys())
+        planned = {fqn for shard in plan.shards for fqn in shard.fqns}
+        if planned != self.params.keys():
+            missing = sorted(planned ^ self.params.keys())
             raise ValueError(f"params and plan do not match: {listed(missing)} is only in one of them.")
-        self.buckets: tuple[Bucket, ...] = ()
-        self._grad_parts: dict[str, tuple[Bucket, slice, torch.Size]] = {}
-        self._grad_views: dict[str, Tensor] = {}  # ND, alias the buckets' grads, where those stay
-        self._addresses: dict[str, int] = {}  # of each param's place in the replica; its own storage may move away
+        self._grad_parts: dict[str, tuple[Replica, slice, torch.Size]] = {}
+        self._grad_views: dict[str, Tensor] = {}  # ND, alias the replicas' grads, where those stay
+        self._addresses: dict[str, tuple[int, torch.Size, torch.dtype]] = {}  # its own storage may move away
         self._versions: dict[str, int] = {}
         self._full_grads: list[Tensor | None] = []
-        found: dict[int, Bucket] = {}
-        self.device = device = one_device(self.params)
-        for buffer in plan.buffers:
-            replica = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.key.dtype), device=device)
-            grad, ring = self._gradients(buffer, device)
+        self.device = one_device(self.params) if self.params else torch.device("cpu")
+        self.replicas = self._replicas()
+        self.shards: tuple[Shard, ...] = tuple(replica.shard for replica in self.replicas) or tuple(
+            self._own_shard(shard) for shard in plan.shards
+        )
+        for fqn, param in self.params.items():
+            self._addresses[fqn] = param.data_ptr(), param.shape, param.dtype
+            self._versions[fqn] = param._version
+
+    def _replicas(self) -> tuple[Replica, ...]:
+        found: dict[int, Replica] = {}
+        for buffer in self.plan.buffers:
+            weights = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.key.dtype), device=self.device)
+            grad, ring = self._gradients(buffer)
             self._full_grads.append(grad)
             for bucket in buffer.buckets:
                 part = slice(bucket.offset, bucket.offset + bucket.numel)
-                found[bucket.index] = self._bucket(bucket, replica[part], None if grad is None else grad[part], ring)
-        self.buckets = tuple(found[index] for index in sorted(found))
-        self._adopt_params()
+                found[bucket.index] = self._replica(bucket, weights[part], None if grad is None else grad[part], ring)
+                self._adopt(found[bucket.index])
+        return tuple(found[index] for index in sorted(found))
 
-    def _gradients(self, buffer: BufferPlan, device: torch.device) -> tuple[Tensor | None, GradRing | None]:
+    def _gradients(self, buffer: BufferPlan) -> tuple[Tensor | None, GradRing | None]:
         dtype = torch_dtype(self.plan.grad_dtype)
         if self.plan.leases_grads(buffer):
-            return None, GradRing(max(bucket.numel for bucket in buffer.buckets), dtype, device)
-        return torch.zeros(buffer.numel, dtype=dtype, device=device), None
+            return None, GradRing(max(bucket.numel for bucket in buffer.buckets), dtype, self.device)
+        return torch.zeros(buffer.numel, dtype=dtype, device=self.device), None
 
-    def _bucket(self, plan: BucketPlan, replica: Tensor, grad: Tensor | None, ring: GradRing | None) -> Bucket:
-        shard = plan.shard_of(self.ranks[plan.domain])
-        numel, device = plan.shard_numel(shard), replica.device
+    def _replica(self, plan: BucketPlan, weights: Tensor, grad: Tensor | None, ring: GradRing | None) -> Replica:
+        rank = self.ranks[plan.domain]
+        part, numel = plan.shard_part(rank), plan.shard_numel(rank)
         # An ordered sum is taken in fp32 and stays that.
         dtype = torch.float32 if plan.reducer.startswith("ordered") else torch_dtype(self.plan.grad_dtype)
         if grad is not None and grad.dtype == dtype:
-            grad_shard = grad[plan.shard_part(shard)]
+            grad_shard = grad[part]
         else:
-            grad_shard = torch.zeros(numel, dtype=dtype, device=device)
-        work = grad_shard if dtype == torch.float32 else torch.zeros(numel, dtype=torch.float32, device=device)
-        if replica.dtype == torch.float32:
-            master = replica[plan.shard_part(shard)]
-        else:
-            master = torch.zeros(numel, dtype=torch.float32, device=device)
-        return Bucket(
-            plan=plan,
-            shard=shard,
-            replica=replica,
-            grad=grad,
-            grad_shard=grad_shard,
-            work=work,
-            master=master,
-            spans=plan.spans(shard),
-            ring=ring,
-        )
+            grad_shard = torch.zeros(numel, dtype=dtype, device=self.device)
+        update = grad_shard if dtype == torch.float32 else torch.zeros(numel, dtype=torch.float32, device=self.device)
+        weight = weights[part]
+        shard = Shard(plan, plan.spans(rank), weight, _master_of(weight), update)
+        return Replica(plan, shard, weights, grad, grad_shard, ring)
 
     @torch.no_grad()
-    def _adopt_params(self) -> None:
-        for bucket in self.buckets:
-            for placement in bucket.plan.placements:
-                param = self.params[placement.fqn]
-                part = slice(placement.offset, placement.offset + placement.numel)
-                view = _of_its_own(bucket.replica[part]).view(param.shape)
-                view.copy_(param.data)
-                param.data = view
-                self._addresses[placement.fqn] = view.data_ptr()
-                self._versions[placement.fqn] = param._version
-                self._grad_parts[placement.fqn] = bucket, part, param.shape
-                if bucket.grad is not None:
-                    self._grad_views[placement.fqn] = bucket.grad[part].view(param.shape)
-            bucket.refresh_master()
+    def _adopt(self, replica: Replica) -> None:
+        for placement in replica.plan.placements:
+            param = self.params[placement.fqn]
+            part = slice(placement.offset, placement.offset + placement.numel)
+            view = _of_its_own(replica.weights[part]).view(param.shape)
+            view.copy_(param.data)
+            param.data = view
+            self._grad_parts[placement.fqn] = replica, part, param.shape
+            if replica.grad is not None:
+                self._grad_views[placement.fqn] = replica.grad[part].view(param.shape)
+        replica.shard.take_weight()
+
+    @torch.no_grad()
+    def _own_shard(self, plan: ShardPlan) -> Shard:
+        """A shard that is a param's own memory. Its update comes with the gradient."""
+        (fqn,) = plan.fqns
+        param = self.params[fqn]
+        if not param.is_contiguous():
+            param.data = param.data.contiguous()
+        weight = param.data.view(-1)
+        nothing = torch.empty(0, dtype=torch.float32, device=self.device)
+        shard = Shard(plan, plan.spans(self.ranks[plan.domain]), weight, _master_of(weight), nothing)
+        shard.take_weight()
+        return shard
 
     def grad_view(self, fqn: str) -> Tensor:
         """Where a param's gradient accumulates, in the param's shape."""
@@ -270,15 +154,15 @@ class Storage:
         return full[part].view(shape)
 
     def _leased_grad(self, fqn: str) -> Tensor:
-        bucket = self._grad_parts[fqn][0]
-        if bucket.grad is None:
-            raise StateError(f"{bucket.plan.label} has no gradient memory: it was released when it was reduced.")
-        return bucket.grad
+        replica = self._grad_parts[fqn][0]
+        if replica.grad is None:
+            raise StateError(f"{replica.plan.label} has no gradient memory: it was released when it was reduced.")
+        return replica.grad
 
     def slots(self, passages: Sequence[Sequence[int]]) -> Slots:
         """Staging memory for passages of so many bytes, domain by domain."""
         itemsize = self.plan.grad_dtype.itemsize
-        runs = usable(self.plan.idle_runs(self.ranks), itemsize) if self.plan.staging == "gradients" else []
+        runs = usable(self.plan.idle_runs(self.ranks), itemsize) if self.plan.options.staging == "gradients" else []
         plan = place_slots(passages, [run.stop - run.start for run in runs])
         return Slots(plan, self.device, [self._idle_bytes(run) for run in runs])
 
@@ -289,15 +173,14 @@ class Storage:
         return full.view(torch.uint8)[run.start : run.stop]
 
     def check_aliases(self) -> None:
-        """Raise if a param no longer reads the replica, as after `module.to()`, `param.data = ...`, or once it was shared with
+        """Raise if a param is no longer where it was, as after `module.to()`, `param.data = ...`, or once it was shared with
         another process, which gives its storage other memory: updates would not reach it."""
         for fqn, param in self.params.items():
-            bucket, _, shape = self._grad_parts[fqn]
-            if param.data_ptr() != self._addresses[fqn] or param.shape != shape or param.dtype != bucket.replica.dtype:
+            if (param.data_ptr(), param.shape, param.dtype) != self._addresses[fqn]:
                 raise StateError(
-                    f"param {fqn!r} was moved out of its buffer (by module.to(), param.data = ..., share_memory(), a queue of "
-                    "torch.multiprocessing or similar): expected it at its place in the replica. Move or convert the module before it is "
-                    "wrapped; to change values use param.copy_() under torch.no_grad(); send clones to other processes."
+                    f"param {fqn!r} was moved {'out of its buffer ' if self.replicas else ''}(by module.to(), param.data = ..., share_memory(), "
+                    "a queue of torch.multiprocessing or similar): expected it where it was, since updates go there. Move or convert the "
+                    "module before it is wrapped; to change values use param.copy_() under torch.no_grad(); send clones to other processes."
                 )
 
     def check_no_grads(self) -> None:
@@ -313,7 +196,7 @@ class Storage:
     @torch.no_grad()
     def release(self) -> None:
         """Give params memory of their own, with the values that they have."""
-        for param in self.params.values():
+        for param in self.params.values() if self.replicas else ():
             param.data = param.data.clone()
 
     def note_update(self) -> None:
@@ -327,15 +210,11 @@ class Storage:
         it would with any torch optimizer. We write through the replica and never through the param, so its version
         moves only for others. Returns which ones."""
         all_changed: set[str] = set()
-        for bucket in self.buckets:
-            changed = {
-                placement.fqn
-                for placement in bucket.plan.placements
-                if self.params[placement.fqn]._version != self._versions[placement.fqn]
-            }
-            for span in bucket.spans:
+        for shard in self.shards:
+            changed = {fqn for fqn in shard.plan.fqns if self.params[fqn]._version != self._versions[fqn]}
+            for span in shard.spans:
                 if span.fqn in changed:
-                    bucket.pull(span.part)
+                    shard.pull(span.part)
             self._versions.update({fqn: self.params[fqn]._version for fqn in changed})
             all_changed |= changed
         return all_changed
@@ -343,11 +222,15 @@ class Storage:
     def nbytes(self) -> int:
         """Bytes this rank holds, aliases counted once."""
         seen: dict[int, int] = {}
-        for bucket in self.buckets:
-            held = [bucket.replica, bucket.grad_shard, bucket.work, bucket.master, *bucket.state.values()]
-            held.extend(() if bucket.grad is None else (bucket.grad,))
-            held.extend(() if bucket.ring is None else bucket.ring.tensors)
-            for tensor in held:
-                storage = tensor.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
         return sum(seen.values())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for shard in self.shards:
+            yield from (shard.weight, shard.update, shard.master, *shard.state.values())
+        for replica in self.replicas:
+            yield from (replica.weights, replica.grad_shard)
+            yield from () if replica.grad is None else (replica.grad,)
+            yield from () if replica.ring is None else replica.ring.tensors

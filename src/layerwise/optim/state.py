@@ -29,7 +29,7 @@ class ExtraState(TypedDict):
 
 def describe_spans(storage: Storage) -> dict[str, list[int]]:
     """The flat interval of every param that this rank's state covers."""
-    return {span.fqn: [span.start, span.stop] for bucket in storage.buckets for span in bucket.spans}
+    return {span.fqn: [span.start, span.stop] for shard in storage.shards for span in shard.spans}
 
 
 def export_state(state_dict: dict[str, object], extra: ExtraState) -> dict[str, object]:

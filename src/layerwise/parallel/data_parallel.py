@@ -27,12 +27,14 @@ from layerwise.engine.engine import Engine, Settings
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer
 from layerwise.errors import StateError
+from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
 from layerwise.models.names import named_buffers, named_parameters, unwrapped
+from layerwise.models.table import plain_dtype
 from layerwise.models.tracing import never_traced
 from layerwise.parallel.watch import refuse_scripted, watch_forward
 from layerwise.routing.rules import RouteRule
@@ -129,16 +131,20 @@ class DataParallel(nn.Module):
                 )
             if overlap_param_gather:
                 refuse_scripted(chunks)
-            settings = Settings(
+            dtype = plain_dtype(grad_dtype, "grad_dtype")
+            options = Options(
                 layout=layout,
                 rules=rules,
                 strict=strict,
-                bucket_mib=bucket_mib,
-                grad_dtype=grad_dtype,
+                grad_dtype=dtype,
+                bucket_numel=bucket_numel_of(bucket_mib, dtype),
                 reducer=reducer,
                 param_sync=param_sync,
                 shard_grads=shard_grads,
                 staging=staging,
+            )
+            settings = Settings(
+                options=options,
                 ties={} if ties is None else ties,
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
@@ -165,12 +171,12 @@ class DataParallel(nn.Module):
         )
         super().__init__()
         self.module = module if isinstance(module, nn.Module) else nn.ModuleList(chunks)
-        self.engine = Engine(chunks, arranged(everyone, mesh, checked=check_collectives), settings, hooked=True)
+        self.engine = Engine(chunks, arranged(everyone, mesh, checked=check_collectives), settings)
         self.engine.spread_from_first()
         if overlap_param_gather:
             storage = self.engine.storage
-            bucket_of = {param: storage.buckets[self.plan.bucket_of[fqn]] for fqn, param in storage.params.items()}
-            watch_forward(self.engine.chunks, bucket_of, self.engine.publisher, self.engine.when_released)
+            replica_of = {param: storage.replicas[self.plan.bucket_of[fqn]] for fqn, param in storage.params.items()}
+            watch_forward(self.engine.chunks, replica_of, self.engine.publisher, self.engine.when_released)
         for fqn, param in self.engine.storage.params.items():
             hook = _take_gradient(fqn, weakref.ref(self.engine.reducer))
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -241,7 +247,7 @@ class DataParallel(nn.Module):
         """
         if norm_type != 2.0:
             raise ValueError(f"norm_type must be 2, got {norm_type!r}: gradients are clipped by their Euclidean norm.")
-        optimizer = self.engine.optimizer()
+        optimizer = self.engine.optimizer
         if optimizer is None:
             raise StateError(
                 "clip_grad_norm_() was called on a model without an optimizer: nobody would take the clipped gradients. Build a "

@@ -15,11 +15,11 @@ from torch import nn
 
 from layerwise.comm.scopes import scope
 from layerwise.engine.publisher import Publisher
+from layerwise.memory.replicas import Replica
 from layerwise.memory.stale import outside_transforms
-from layerwise.memory.storage import Bucket
 from layerwise.models.names import named_modules
 
-Buckets = tuple[Bucket, ...]
+Replicas = tuple[Replica, ...]
 
 _READ_CHILDREN = (nn.MultiheadAttention,)
 """Modules of torch that read their children's params without calling them, and take a slower path, with other bits, when
@@ -39,21 +39,21 @@ def refuse_scripted(chunks: Sequence[nn.Module]) -> None:
 
 def watch_forward(
     chunks: Sequence[nn.Module],
-    bucket_of: Mapping[nn.Parameter, Bucket],
+    replica_of: Mapping[nn.Parameter, Replica],
     publisher: Publisher,
     when_released: Callable[[Callable[[], object]], None],
 ) -> None:
     """Hook every module that holds params of these buckets directly, and every compiled one for all that is in it; until
     released."""
     modules = {id(child): child for chunk in chunks for child in chunk.modules()}.values()
-    entries = [(module, _buckets(module.parameters(), bucket_of)) for module in modules]
+    entries = [(module, _replicas(module.parameters(), replica_of)) for module in modules]
 
     def watch_entries() -> None:
         for module, inside in entries:
             _watch_entry(module, inside, publisher)
 
     for module, inside in entries:
-        own = inside if isinstance(module, _READ_CHILDREN) else _buckets(module.parameters(recurse=False), bucket_of)
+        own = inside if isinstance(module, _READ_CHILDREN) else _replicas(module.parameters(recurse=False), replica_of)
         if own:
             asking = module.register_forward_pre_hook(_Asking(own, publisher))
             publisher.when_learned(asking.remove)
@@ -70,16 +70,16 @@ def watch_forward(
     when_released(leave_entries)
 
 
-def _buckets(params: Iterator[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bucket]) -> Buckets:
-    return tuple(dict.fromkeys(bucket_of[param] for param in params if param in bucket_of))
+def _replicas(params: Iterator[nn.Parameter], replica_of: Mapping[nn.Parameter, Replica]) -> Replicas:
+    return tuple(dict.fromkeys(replica_of[param] for param in params if param in replica_of))
 
 
-def _ensure(buckets: Buckets, publisher: Publisher) -> None:
+def _ensure(replicas: Replicas, publisher: Publisher) -> None:
     """Bring what is stale up to date; two attribute reads for what is not."""
-    for bucket in buckets:
-        if bucket.replica_version != bucket.master_version:
-            with scope(f"forward hook for {bucket.plan.label}"):
-                outside_transforms(partial(publisher.ensure, bucket))
+    for replica in replicas:
+        if replica.version != replica.shard.version:
+            with scope(f"forward hook for {replica.plan.label}"):
+                outside_transforms(partial(publisher.ensure, replica))
 
 
 def _nothing(*args: object) -> None:
@@ -93,8 +93,8 @@ def _copied() -> Callable[..., None]:
 class _Hook:
     """A forward pre-hook that stays behind when its module is copied or pickled."""
 
-    def __init__(self, buckets: Buckets, publisher: Publisher) -> None:
-        self._buckets, self._publisher = buckets, publisher
+    def __init__(self, replicas: Replicas, publisher: Publisher) -> None:
+        self._replicas, self._publisher = replicas, publisher
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _nothing
@@ -106,12 +106,12 @@ class _Hook:
 class _Ensuring(_Hook):
     """Brings buckets up to date."""
 
-    def __init__(self, buckets: Buckets, publisher: Publisher, when_traced: Callable[[], None]) -> None:
-        super().__init__(buckets, publisher)
+    def __init__(self, replicas: Replicas, publisher: Publisher, when_traced: Callable[[], None]) -> None:
+        super().__init__(replicas, publisher)
 
         @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def trace() -> int:
-            publisher.note_compiled(buckets)
+            publisher.note_compiled(replicas)
             when_traced()
             return 0
 
@@ -121,7 +121,7 @@ class _Ensuring(_Hook):
         if torch.compiler.is_compiling():
             self._trace()
             return
-        _ensure(self._buckets, self._publisher)
+        _ensure(self._replicas, self._publisher)
 
 
 class _Asking(_Hook):
@@ -129,27 +129,27 @@ class _Asking(_Hook):
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
         if not torch.compiler.is_compiling():
-            self._publisher.ask(self._buckets)
+            self._publisher.ask(self._replicas)
 
 
 class _Entry:
     """Where a compiled module is entered. Compiled code runs no hooks, so everything that it may read is brought up to
     date here."""
 
-    def __init__(self, compiled: Callable[..., Any], buckets: Buckets, publisher: Publisher) -> None:
-        self.compiled, self._buckets, self._publisher = compiled, buckets, publisher
+    def __init__(self, compiled: Callable[..., Any], replicas: Replicas, publisher: Publisher) -> None:
+        self.compiled, self._replicas, self._publisher = compiled, replicas, publisher
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # or else it is part of something larger, which has an entry of its own
-            _ensure(self._buckets, self._publisher)
+            _ensure(self._replicas, self._publisher)
         return self.compiled(*args, **kwargs)
 
 
-def _watch_entry(module: nn.Module, buckets: Buckets, publisher: Publisher) -> None:
+def _watch_entry(module: nn.Module, replicas: Replicas, publisher: Publisher) -> None:
     """Stand in the way into `module.compile()`, which may have been called after wrapping."""
     compiled = getattr(module, "_compiled_call_impl", None)
     if callable(compiled) and not isinstance(compiled, _Entry):
-        module._compiled_call_impl = _Entry(compiled, buckets, publisher)
+        module._compiled_call_impl = _Entry(compiled, replicas, publisher)
 
 
 def _leave_entry(module: nn.Module) -> None:

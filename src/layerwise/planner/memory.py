@@ -7,20 +7,22 @@ and what a communication library allocates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import add
 from typing import NamedTuple, TypeAlias
 
+from layerwise.config.rules import Rule
 from layerwise.dtypes import DType
 from layerwise.layout.choice import spread
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan
-from layerwise.layout.work import EVERY_RANK, WorkPlan
-from layerwise.planner.rules import STATE_TENSORS, Rules, home_state_numel, wire_dtypes
+from layerwise.layout.work import WorkPlan
+from layerwise.planner.rules import Rules, wire_dtypes_for
 from layerwise.planner.timing import numbers_of
 
 _FP32 = DType.FP32.itemsize
@@ -93,14 +95,14 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
         full += _full_grads(plan, buffer)
         masters = _plus(masters, held, 0 if buffer.key.dtype is DType.FP32 else _FP32)
         grads = _plus(grads, held, each)
-        state = _plus(state, held, _FP32 * STATE_TENSORS[rules.of(buffer.key.family).kind])
+        state = _plus(state, held, _FP32 * len(rules.of(buffer.key.family).state_names))
         reducing = _plus(reducing, spread(_reduction_staging(plan, buffer), plan.world))
     batches = [0] * plan.world
     passages: list[list[list[int]]] = []
     if rules.matrix.is_matrix_rule:
-        dtypes = wire_dtypes(plan, rules)
+        dtypes = wire_dtypes_for(plan, rules)
         for work in plan.works:
-            homes = _home_numels(work, rules.matrix.kind)
+            homes = _home_numels(work, rules.matrix)
             state = _plus(state, spread(homes.state, plan.world), _FP32)
             # One domain after the other, one cohort's matrices and what becomes of them at a time.
             sizes = [dtypes[work.domain, cohort].itemsize for cohort in range(work.num_cohorts)]
@@ -123,10 +125,11 @@ def _shard_numels(buckets: Iterable[BucketPlan], world: int) -> list[int]:
     """Elements of these buckets that each rank of their domain holds a shard of."""
     everywhere, uneven = 0, [0] * world
     for bucket in buckets:
-        if bucket.borders:
-            uneven = list(map(add, uneven, bucket.shard_numels()))
+        numels = bucket.shard_numels()
+        if numels.count(numels[0]) == len(numels):
+            everywhere += numels[0]
         else:
-            everywhere += bucket.numel // bucket.num_shards
+            uneven = list(map(add, uneven, numels))
     return [numel + everywhere for numel in uneven]
 
 
@@ -170,7 +173,7 @@ def _reduction_staging(plan: Plan, buffer: BufferPlan) -> list[int]:
 def _flight(plan: Plan, bucket: BucketPlan, world: int) -> list[int]:
     wire = reduce_op(bucket, plan.grad_dtype).dtype.itemsize
     rounded = bucket.numel * wire if bucket.reducer == "ordered_bf16" and world > 1 else 0
-    return [rounded + world * bucket.shard_numel(bucket.shard_of(rank)) * wire for rank in range(world)]
+    return [rounded + world * bucket.shard_numel(rank) * wire for rank in range(world)]
 
 
 class _Homes(NamedTuple):
@@ -182,22 +185,23 @@ class _Homes(NamedTuple):
     """Numbers of state that lives with them, per rank."""
 
 
-def _home_numels(work: WorkPlan, kind: str) -> _Homes:
+def _home_numels(work: WorkPlan, rule: Rule) -> _Homes:
     by_cohort: dict[int, list[int]] = {}
     state = [0] * work.world
     everywhere = [0] * work.num_cohorts
     state_everywhere = 0
-    has_state = bool(home_state_numel(kind, 1, 1))
-    for matrix, _, _, home, cohort in work.items:
-        kept = home_state_numel(kind, *matrix.logical_shape) if has_state else 0
-        if home == EVERY_RANK:
+    has_state = bool(rule.home_state(1, 1))
+    for matrix, _, homes, cohort in work.items:
+        kept = sum(map(math.prod, rule.home_state(*matrix.logical_shape).values())) if has_state else 0
+        if len(homes) == work.world:
             everywhere[cohort] += matrix.rows * matrix.cols
             state_everywhere += kept
         else:
             if cohort not in by_cohort:
                 by_cohort[cohort] = [0] * work.world
-            by_cohort[cohort][home] += matrix.rows * matrix.cols
-            state[home] += kept
+            for home in homes:
+                by_cohort[cohort][home] += matrix.rows * matrix.cols
+                state[home] += kept
     return _Homes(
         by_cohort=[
             [numel + more for numel in by_cohort[cohort]] if cohort in by_cohort else (more,)
@@ -241,7 +245,7 @@ def _own_slots(plan: Plan, passages: Sequence[Sequence[Sequence[int]]]) -> list[
     for rank in range(plan.world):
         mine = [[passage[rank] for passage in domain] for domain in passages]
         regions = []
-        if plan.staging == "gradients":
+        if plan.options.staging == "gradients":
             regions = [run.stop - run.start for run in usable(plan.idle_runs(numbers_of(plan, rank)), itemsize)]
         key = repr((mine, regions))
         if key not in known:

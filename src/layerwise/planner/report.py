@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from layerwise.config.layouts import facts_of
 from layerwise.dtypes import DType
-from layerwise.layout.choice import Choice, Hardware
-from layerwise.layout.plan import DEFAULT_HARDWARE, Plan, compare_plans
-from layerwise.layout.slots import Staging
-from layerwise.layout.storage import Reducer
+from layerwise.layout.choice import Choice
+from layerwise.layout.options import DEFAULT_OPTIONS, Options
+from layerwise.layout.plan import Plan, compare_plans
 from layerwise.planner.memory import Memory, worst_memory
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import Traffic, Work, traffic_of, work_of
@@ -55,14 +55,13 @@ class Column:
         }
 
 
-def column_of(
-    plan: Plan, *, rules: Rules = _DEFAULT_RULES, hardware: Hardware = DEFAULT_HARDWARE, is_chosen: bool = False
-) -> Column:
+def column_of(plan: Plan, *, rules: Rules = _DEFAULT_RULES, is_chosen: bool = False) -> Column:
     """The figures of a plan: a planned one, or `model.plan`.
 
+    >>> from layerwise.layout.options import Options
     >>> from layerwise.layout.plan import make_plan
     >>> from layerwise.planner.presets import preset
-    >>> column = column_of(make_plan(preset("gpt2"), world=8, layout="replicated"))
+    >>> column = column_of(make_plan(preset("gpt2"), Options(layout="replicated"), world=8))
     >>> column.traffic.nbytes_by_kind["all_reduce"] > column.memory.grads
     True
     """
@@ -73,8 +72,8 @@ def column_of(
         memory=worst_memory(plan, schedule, rules),
         padding_percent=100 * plan.padding_ratio,
         buckets=len(plan.buckets),
-        work=work_of(plan, rules, hardware),
-        traffic=traffic_of(plan, schedule, hardware),
+        work=work_of(plan, rules),
+        traffic=traffic_of(plan, schedule),
     )
 
 
@@ -85,28 +84,13 @@ class Setting:
     world: int
     worlds: Mapping[str, int] = field(default_factory=dict)
     """Ranks of domains that are smaller than the dense one."""
-    grad_dtype: DType = DType.FP32
-    bucket_numel: int | None = None
-    reducer: Reducer = "collective"
-    shard_grads: bool = False
-    staging: Staging = "slots"
+    options: Options = DEFAULT_OPTIONS
+    """All but the layout, which is each of those that are compared."""
     rules: Rules = _DEFAULT_RULES
-    hardware: Hardware = DEFAULT_HARDWARE
 
     def plans(self, table: ParamTable, layouts: Sequence[str]) -> dict[str, Plan]:
         """The plans of these layouts."""
-        return compare_plans(
-            table,
-            layouts,
-            world=self.world,
-            worlds=self.worlds,
-            grad_dtype=self.grad_dtype,
-            bucket_numel=self.bucket_numel,
-            reducer=self.reducer,
-            shard_grads=self.shard_grads,
-            staging=self.staging,
-            hardware=self.hardware,
-        )
+        return compare_plans(table, layouts, self.options, world=self.world, worlds=self.worlds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +132,7 @@ def compare(table: ParamTable, setting: Setting, layouts: Sequence[str] | None =
     chosen = next((plan for plan in shown if auto is not None and plan.buffers == auto.buffers), auto)
     if chosen is not None and chosen is auto:
         shown.append(chosen)
-    columns = tuple(
-        column_of(plan, rules=setting.rules, hardware=setting.hardware, is_chosen=plan is chosen) for plan in shown
-    )
+    columns = tuple(column_of(plan, rules=setting.rules, is_chosen=plan is chosen) for plan in shown)
     return Comparison(
         table=table,
         setting=setting,
@@ -175,7 +157,7 @@ def _refusal(table: ParamTable, setting: Setting, layout: str) -> str | None:
 
 def _expert_hint(plan: Plan, layouts: Sequence[str]) -> str | None:
     """A sentence where a stack of experts is more than a rank's share of the model, and a layout keeps it whole."""
-    whole = [layout for layout in layouts if layout.startswith(("padded", "compact"))]
+    whole = [layout for layout in layouts if (facts := facts_of(layout)) is not None and facts.keeps_params_whole]
     matrices = [param for param in plan.table if plan.routes[param.fqn].family == "matrix" and param.domain == DENSE]
     stacks = [param for param in matrices if len(param.shape) == 3 and len(plan.routes[param.fqn].matrices) > 1]
     if not whole or not stacks:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import add
 
 from layerwise.config.rules import Muon
-from layerwise.layout.choice import Hardware, exposed_nbytes, newton_schulz_loads, sent_by_rank, spread
+from layerwise.layout.choice import exposed_nbytes, newton_schulz_loads, sent_by_rank, spread
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule, Kind, Phase
 from layerwise.planner.rules import Rules
@@ -45,7 +45,7 @@ class Work:
         return {"ms": self.ms, "imbalance": self.imbalance, "idle_ranks": self.idle_ranks}
 
 
-def work_of(plan: Plan, rules: Rules, hardware: Hardware) -> Work:
+def work_of(plan: Plan, rules: Rules) -> Work:
     """What orthogonalising takes. Options of single route rules (`steps`, `method`) are not looked at."""
     loads = [0] * plan.world
     if isinstance(rules.matrix, Muon):
@@ -53,7 +53,7 @@ def work_of(plan: Plan, rules: Rules, hardware: Hardware) -> Work:
             found = newton_schulz_loads(work, rules.matrix.steps, rules.matrix.method)
             loads = list(map(add, loads, spread(found, plan.world)))
     return Work(
-        ms=max(loads) / hardware.ns_tflops / 1e9,
+        ms=max(loads) / plan.options.hardware.ns_tflops / 1e9,
         imbalance=max(loads) * plan.world / sum(loads) if any(loads) else 1.0,
         idle_ranks=loads.count(0) if any(loads) else 0,
     )
@@ -82,7 +82,7 @@ class Traffic:
         }
 
 
-def traffic_of(plan: Plan, schedule: CommSchedule, hardware: Hardware) -> Traffic:
+def traffic_of(plan: Plan, schedule: CommSchedule) -> Traffic:
     """The bytes of a plan's schedule, and times by the cost model of `layout/choice.py`."""
     reductions = [op for op in schedule.ops if op.phase == "reduce"]
     after = sent_by_rank((op for op in schedule.ops if op.phase != "reduce"), plan.world)
@@ -94,7 +94,7 @@ def traffic_of(plan: Plan, schedule: CommSchedule, hardware: Hardware) -> Traffi
     for op in schedule.ops:
         by_phase[op.phase] = by_phase.get(op.phase, 0) + op.nbytes(numbers.get(op.domain, 0))
     waited = max(after) + exposed_nbytes(plan.buckets, reductions, plan.grad_dtype)
-    per_byte = 1 / hardware.link_gb_s / 1e6
+    per_byte = 1 / plan.options.hardware.link_gb_s / 1e6
     return Traffic(
         rank=rank,
         nbytes_by_kind=schedule.bytes_by_collective(numbers),

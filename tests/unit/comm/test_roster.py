@@ -8,6 +8,7 @@ from torch import nn
 
 from layerwise.comm.groups import NO_GROUPS
 from layerwise.comm.roster import Roster, _copies, _describe_ties, check_alike, cuts_of_ties
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.models.table import named_trainables
 from layerwise.routing.rules import RouteRule
@@ -91,6 +92,6 @@ def test_how_a_tied_weight_is_stored_and_routed_is_told_in_words(layout: str, ex
         ParamSpec(fqn="free", shape=(6, 5), module_kind=ModuleKind.LINEAR, module_type="Linear"),
     )
     rule = RouteRule(pattern="tied", to="matrix", options={"lr": 0.5})
-    plan = make_plan(ParamTable(params), world=2, layout=layout, rules=[rule])
+    plan = make_plan(ParamTable(params), Options(layout=layout, rules=[rule]), world=2)
     route = {"route": "matrix", "matrices": "[(6, 5)]", "options": "{'lr': 0.5}"}
     assert cuts_of_ties(plan) == {"t": {"layout": layout, **expected, **route}}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import layerwise
 from layerwise.config.coefficients import coefficient_schedule
+from layerwise.config.rules import RULES_BY_KIND
 from layerwise.engine.algorithms import MATRIX
 from layerwise.kernels.newton_schulz import orthogonalize
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
@@ -160,7 +161,7 @@ def test_a_direction_is_made_by_the_method_in_the_dtype_and_with_the_coefficient
     for method, coefficients, steps in itertools.product(("standard", "gram"), ("simple", "quintic"), (2, 5)):
         how = {"method": method, "coefficients": coefficients, "steps": steps, "ns_dtype": ns_dtype}
         algorithm, options = MATRIX[kind], {**how, "beta2": 0.5, "eps": 0.1}
-        state = {name: torch.zeros(1, *shape) for name, shape in algorithm.home_state(6, 20).items()}
+        state = {name: torch.zeros(1, *shape) for name, shape in RULES_BY_KIND[kind].home_state(6, 20).items()}
         found = algorithm.direction(update_BMN, options, state)
         rounded = update_BMN.to(wire)
         polar = orthogonalize(

@@ -42,7 +42,7 @@ class Work:
 def stale(error: Exception | None = None, prefetch: int | None = None) -> tuple[layerwise.DataParallel, Work]:
     """A model whose one bucket is under way."""
     model = layerwise.DataParallel(nn.Linear(4, 4, bias=False), prefetch=prefetch)
-    (bucket,) = model.engine.storage.buckets
+    (bucket,) = model.engine.storage.shards
     work = Work(bucket, error)
     bucket.advance()
     with mock.patch.object(Publisher, "_start", return_value=Handle("a gather", bucket.replica, (), (work,))):
@@ -82,7 +82,7 @@ def test_a_rank_that_reads_alone_is_told_what_it_waits_for(
 
 def test_a_launch_that_failed_is_made_again() -> None:
     model, work = stale(prefetch=0)
-    (bucket,) = model.engine.storage.buckets
+    (bucket,) = model.engine.storage.shards
     with (
         mock.patch.object(Publisher, "_start", side_effect=RuntimeError("no tracing in here")),
         mock.patch.object(model.engine.publisher, "_ops", [object()]),
@@ -163,7 +163,7 @@ def test_aligned_gathers_are_those_of_one_chunk_also_with_layers_that_nobody_run
         optimizer.step()
     first(torch.ones(1, 8))
     state_of: dict[int, set[str]] = {0: set(), 1: set()}
-    for bucket in model.engine.storage.buckets:
+    for bucket in model.engine.storage.shards:
         state_of[model.plan.buffers[bucket.plan.buffer].key.chunk].add(bucket.replica_state.value)
     assert "stale" not in state_of[0]
     assert state_of[1] == {"stale"}

@@ -10,6 +10,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.engine.reducer import GradReducer
 from layerwise.errors import StateError
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.schedule import CommOp
 from layerwise.layout.storage import GRAD_SLOTS, Reducer
@@ -36,7 +37,7 @@ class Recording(Communicator):
 def parts() -> tuple[GradReducer, Recording, Storage]:
     """Four matrices and a norm, every param in a bucket of its own; the last layer is in bucket 1, after the norm."""
     module = shapes_module([(4, 4)] * 4)
-    plan = make_plan(param_table(module), world=1, layout="flat", bucket_numel=1)
+    plan = make_plan(param_table(module), Options(layout="flat", bucket_numel=1), world=1)
     storage = Storage(plan, named_trainables(module), {"dense": 0})
     communicator = Recording()
     return GradReducer(storage, {"dense": communicator}, {}, overlap=True), communicator, storage
@@ -56,7 +57,7 @@ def test_nothing_is_launched_early_before_one_backward_was_seen(parts: tuple[Gra
     all_gradients(reducer, storage, in_plan_order(storage))
     assert communicator.launched == []
     reducer.finish()
-    assert communicator.launched == [bucket.plan.label for bucket in storage.buckets]
+    assert communicator.launched == [bucket.plan.label for bucket in storage.shards]
 
 
 def test_buckets_are_launched_in_plan_order_whatever_order_gradients_come_in(
@@ -70,7 +71,7 @@ def test_buckets_are_launched_in_plan_order_whatever_order_gradients_come_in(
     all_gradients(reducer, storage, backwards[:-1])
     assert communicator.launched == []  # the first bucket is not full, so nobody overtakes it
     all_gradients(reducer, storage, backwards[-1:])
-    assert communicator.launched == [bucket.plan.label for bucket in storage.buckets]
+    assert communicator.launched == [bucket.plan.label for bucket in storage.shards]
 
 
 def test_microbatches_that_do_not_sync_launch_nothing(parts: tuple[GradReducer, Recording, Storage]) -> None:
@@ -164,7 +165,7 @@ def released(
 ) -> tuple[GradReducer, Twins, Storage]:
     """Matrices of one size, each in a bucket of its own, whose full gradients are released once reduced."""
     modules = [shapes_module([(16, 16)] * layers) for _ in range(chunks)]
-    plan = make_plan(param_table(*modules), world=2, layout="flat", bucket_numel=1, shard_grads=shard_grads)
+    plan = make_plan(param_table(*modules), Options(layout="flat", bucket_numel=1, shard_grads=shard_grads), world=2)
     storage = Storage(plan, named_trainables(*modules), {"dense": 0})
     twins = Twins(says_ready=says_ready)
     twins.overwrites = True
@@ -172,7 +173,7 @@ def released(
 
 
 def ring_of(storage: Storage, fqn: str = "layer0.weight") -> GradRing:
-    ring = storage.buckets[storage.plan.bucket_of[fqn]].ring
+    ring = storage.shards[storage.plan.bucket_of[fqn]].ring
     assert ring is not None
     return ring
 
@@ -189,7 +190,7 @@ def backward(
 
 def sums(storage: Storage) -> set[float]:
     """What this rank's shards of reduced gradients hold, padding left out."""
-    return {value for bucket in storage.buckets for span in bucket.spans for value in bucket.work[span.part].tolist()}
+    return {value for bucket in storage.shards for span in bucket.spans for value in bucket.update[span.part].tolist()}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -207,7 +208,7 @@ def test_released_rounds_add_up_to_what_all_microbatches_brought(overlap: bool, 
 
 def test_every_round_launches_every_bucket_in_plan_order() -> None:
     reducer, twins, storage = released()
-    order = [bucket.plan.label for bucket in storage.buckets]
+    order = [bucket.plan.label for bucket in storage.shards]
     backwards = list(reversed(in_plan_order(storage)))
     backward(reducer, storage, 1.0, sync=False)
     assert twins.launched == order
@@ -266,7 +267,7 @@ def test_no_full_gradient_is_left_after_its_reduction() -> None:
     reducer, _, storage = released()
     backward(reducer, storage, 1.0, sync=True)
     reducer.finish()
-    assert all(bucket.grad is None for bucket in storage.buckets)
+    assert all(bucket.grad is None for bucket in storage.shards)
     with pytest.raises(StateError, match=r"bucket \d+ has no gradient memory: it was released when it was reduced"):
         storage.grad_view("layer0.weight")
 
@@ -282,10 +283,10 @@ def test_a_gradient_that_comes_after_its_bucket_was_launched_joins_the_next_roun
     assert not reducer.late
     backward(reducer, storage, 1.0, sync=True)
     reducer.finish()
-    found = {span.fqn: set(bucket.work[span.part].tolist()) for bucket in storage.buckets for span in bucket.spans}
+    found = {span.fqn: set(bucket.update[span.part].tolist()) for bucket in storage.shards for span in bucket.spans}
     assert found.pop("layer0.weight") == {2.0 * (3 + 32)}
     assert {value for values in found.values() for value in values} == {6.0}
-    assert twins.launched == [bucket.plan.label for bucket in storage.buckets] * 3
+    assert twins.launched == [bucket.plan.label for bucket in storage.shards] * 3
 
 
 def test_a_gradient_that_comes_after_the_last_launch_is_reduced_again() -> None:
@@ -297,8 +298,8 @@ def test_a_gradient_that_comes_after_the_last_launch_is_reduced_again() -> None:
     twins.launched.clear()
     reducer.reduce_again(reducer.late)
     assert twins.launched == [f"bucket {storage.plan.bucket_of['layer1.weight']}"]
-    bucket = storage.buckets[storage.plan.bucket_of["layer1.weight"]]
-    assert bucket.work.unique().tolist() == [8.0]
+    bucket = storage.shards[storage.plan.bucket_of["layer1.weight"]]
+    assert bucket.update.unique().tolist() == [8.0]
 
 
 def test_a_missing_gradient_is_zero_in_its_round_whatever_the_slot_held_before() -> None:
@@ -307,12 +308,12 @@ def test_a_missing_gradient_is_zero_in_its_round_whatever_the_slot_held_before()
     backward(reducer, storage, 7.0, sync=False)
     backward(reducer, storage, 1.0, sync=True, order=[fqn for fqn in everything if fqn != "layer1.weight"])
     assert reducer.finish() == frozenset()  # it had one in the first round
-    bucket = storage.buckets[storage.plan.bucket_of["layer1.weight"]]
-    assert bucket.work.unique().tolist() == [14.0]
+    bucket = storage.shards[storage.plan.bucket_of["layer1.weight"]]
+    assert bucket.update.unique().tolist() == [14.0]
     reducer.reset()
     backward(reducer, storage, 1.0, sync=True, order=[fqn for fqn in everything if fqn != "layer1.weight"])
     assert reducer.finish() == {"layer1.weight"}
-    assert bucket.work.unique().tolist() == [0.0]
+    assert bucket.update.unique().tolist() == [0.0]
 
 
 def test_reset_in_the_middle_of_a_round_gives_every_slot_back_and_starts_afresh() -> None:
@@ -332,7 +333,7 @@ def test_the_end_of_a_block_means_nothing_where_full_gradients_are_kept() -> Non
     reducer, twins, storage = released(shard_grads=False)
     backward(reducer, storage, 1.0, sync=False)
     assert twins.launched == []
-    assert all(bucket.ring is None for bucket in storage.buckets)
+    assert all(bucket.ring is None for bucket in storage.shards)
     backward(reducer, storage, 2.0, sync=True)
     reducer.finish()
     assert sums(storage) == {6.0}
@@ -349,18 +350,20 @@ def test_a_later_chunk_is_launched_at_once_and_the_first_bucket_by_bucket() -> N
         reducer.write(fqn, torch.ones_like(storage.params[fqn]), sync=True)
         launches.append(len(twins.launched))
     # The second chunk comes first in backward: its norm (two params) and its matrices, one group. Then the first chunk.
-    later = len([bucket for bucket in storage.buckets if storage.plan.buffers[bucket.plan.buffer].key.chunk == 1])
+    later = len([bucket for bucket in storage.shards if storage.plan.buffers[bucket.plan.buffer].key.chunk == 1])
     assert max(launches) == later
     assert sorted(launches, reverse=True)[1] == 1
     assert launches.index(later) < len(launches) // 2 + 1
-    assert sum(launches) == len(storage.buckets)
+    assert sum(launches) == len(storage.shards)
 
 
 @pytest.mark.parametrize("reducer", ["collective", "ordered"])
 def test_a_bucket_of_one_rank_loses_nothing_when_a_block_follows_a_synchronised_backward(reducer: Reducer) -> None:
     """Where a domain is one rank there is nothing to release, whatever is done elsewhere."""
     module = shapes_module([(8, 8)] * 2)
-    plan = make_plan(param_table(module), world=1, layout="flat", bucket_numel=1, reducer=reducer, shard_grads=True)
+    plan = make_plan(
+        param_table(module), Options(layout="flat", bucket_numel=1, reducer=reducer, shard_grads=True), world=1
+    )
     storage = Storage(plan, named_trainables(module), {"dense": 0})
     parts = GradReducer(storage, {"dense": Communicator(None)}, {}, overlap=True)
     for value, sync in ((1.0, True), (2.0, False), (4.0, True)):

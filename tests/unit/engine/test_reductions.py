@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerwise.comm.collectives import Communicator
 from layerwise.engine.reductions import reduction_of
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.storage import Reducer
 from layerwise.memory.storage import Bucket, Storage
@@ -26,14 +27,11 @@ def bucket_of(
     module = shapes_module(SHAPES)
     plan = make_plan(
         param_table(module),
+        Options(layout=layout, reducer=reducer, grad_dtype=plain_dtype(dtype, "grad_dtype"), **options),
         world=world,
-        layout=layout,
-        reducer=reducer,
-        grad_dtype=plain_dtype(dtype, "grad_dtype"),
-        **options,
     )
     storage = Storage(plan, named_trainables(module), {"dense": rank})
-    return storage.buckets[plan.bucket_of["layer0.weight"]]
+    return storage.shards[plan.bucket_of["layer0.weight"]]
 
 
 def gradient_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -138,7 +136,7 @@ def test_buckets_of_one_round_do_not_round_alike() -> None:
     found = []
     for fqn in ("layer0.weight", "layer1.weight"):
         module = shapes_module(SHAPES)
-        plan = make_plan(param_table(module), world=1, layout="flat", reducer="ordered_bf16", bucket_numel=1)
+        plan = make_plan(param_table(module), Options(layout="flat", reducer="ordered_bf16", bucket_numel=1), world=1)
         bucket = Storage(plan, named_trainables(module), {"dense": 0}).buckets[plan.bucket_of[fqn]]
         reduction = reduction_of(bucket, plain_dtype(torch.float32, "x"), Communicator(None))
         found.append(reduction._rounded(full, 0))  # type: ignore[attr-defined]

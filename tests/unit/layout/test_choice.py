@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from layerwise.dtypes import DType
 from layerwise.layout.choice import CANDIDATES, Draft, Hardware, Score, newton_schulz_loads, pick, score
 from layerwise.layout.cost import newton_schulz_flops, resolve_method
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, compare_plans, make_plan
 from layerwise.layout.storage import BufferGroup, BufferPlan
 from layerwise.layout.work import EVERY_RANK
@@ -84,7 +85,11 @@ def without_numbers(buffer: BufferPlan) -> tuple[object, ...]:
 def test_auto_is_the_plan_of_the_layout_it_names(table: ParamTable, world: int, data: st.DataObject) -> None:
     experts = data.draw(st.sampled_from(divisors(world)))
     plans = compare_plans(
-        table, ["auto", *CANDIDATES], world=world, worlds={"expert": experts}, bucket_numel=300, cohort_numel=200
+        table,
+        ["auto", *CANDIDATES],
+        Options(bucket_numel=300, cohort_numel=200),
+        world=world,
+        worlds={"expert": experts},
     )
     auto = plans["auto"]
     chosen = {choice.buffer: choice.layout for choice in auto.choices}
@@ -110,7 +115,7 @@ def test_auto_is_the_plan_of_the_layout_it_names(table: ParamTable, world: int, 
 def test_what_is_not_a_matrix_or_lives_on_one_rank_is_flat_and_compared_with_nothing(
     table: ParamTable, world: int, alone: bool
 ) -> None:
-    plan = make_plan(table, world=world, worlds={"expert": 1 if alone else world}, bucket_numel=300)
+    plan = make_plan(table, Options(bucket_numel=300), world=world, worlds={"expert": 1 if alone else world})
     for choice in plan.choices:
         if choice.buffer.family != "matrix":
             assert (choice.layout, choice.reason, choice.scores) == ("flat", "no matrix rule manages it", ())
@@ -129,7 +134,7 @@ matrix_tables = st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_
 
 def scored_plan(plan: Plan, hardware: Hardware) -> Score:
     draft = Draft(plan.buffers, plan.works)
-    return score(plan.layout, draft, BufferGroup.of(plan.buffers[0].key), plan.grad_dtype, hardware)  # type: ignore[arg-type]
+    return score(plan.options.layout, draft, BufferGroup.of(plan.buffers[0].key), plan.grad_dtype, hardware)  # type: ignore[arg-type]
 
 
 @LIGHT
@@ -144,7 +149,9 @@ def test_a_score_counts_bytes_flops_and_memory_of_the_rank_for_which_they_are_wo
     table: ParamTable, world: int, layout: str, dtype: DType, grad_dtype: DType
 ) -> None:
     typed = ParamTable(tuple(replace(param, dtype=dtype) for param in table))
-    plan = make_plan(typed, world=world, layout=layout, bucket_numel=500, cohort_numel=100, grad_dtype=grad_dtype)
+    plan = make_plan(
+        typed, Options(layout=layout, bucket_numel=500, cohort_numel=100, grad_dtype=grad_dtype), world=world
+    )
     found = scored_plan(plan, Hardware(ns_tflops=2.0, link_gb_s=4.0))
     schedule = plan.schedule(stats_numel=0)
     reduced = max(sum(op.nbytes(rank) for op in schedule.ops if op.phase == "reduce") for rank in range(world))
@@ -180,7 +187,7 @@ def test_a_score_counts_bytes_flops_and_memory_of_the_rank_for_which_they_are_wo
 
 
 def test_matrices_that_every_rank_computes_count_on_every_rank() -> None:
-    (work,) = make_plan(table_of([("a", (8, 8)), ("b", (8, 8))]), world=3, layout="replicated").works
+    (work,) = make_plan(table_of([("a", (8, 8)), ("b", (8, 8))]), Options(layout="replicated"), world=3).works
     assert {item.home for item in work.items} == {EVERY_RANK}
     one = newton_schulz_flops(8, 8, 5, gram=False)
     assert newton_schulz_loads(work) == [2 * one] * 3
@@ -194,12 +201,12 @@ def test_a_rank_with_fast_links_and_slow_products_chooses_by_balance() -> None:
     table = ParamTable((experts,))
     slow_products = Hardware(ns_tflops=0.001, link_gb_s=1000.0)
     slow_links = Hardware(ns_tflops=1000.0, link_gb_s=0.001)
-    balanced = make_plan(table, world=4, hardware=slow_products).choices[0]
+    balanced = make_plan(table, Options(hardware=slow_products), world=4).choices[0]
     assert balanced.layout == "flat"
     by_layout = {found.layout: found for found in balanced.scores}
     assert by_layout["flat"].imbalance == 1.0
     assert by_layout["compact"].imbalance == 4.0
-    near = make_plan(table, world=4, hardware=slow_links).choices[0]
+    near = make_plan(table, Options(hardware=slow_links), world=4).choices[0]
     assert near.layout in ("flat", "compact")
     assert {found.layout: found.wire_nbytes for found in near.scores} == {
         found.layout: found.wire_nbytes for found in balanced.scores

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.layout.launches import launch_groups
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.routing.spec import ParamTable, table_of
@@ -58,7 +59,7 @@ def test_the_first_chunk_launches_bucket_by_bucket_and_later_ones_as_few_groups_
 def test_a_later_chunk_whose_buckets_agree_is_one_group() -> None:
     table = table_of([(f"w{number}", (16, 16)) for number in range(6)])
     chunks = ParamTable(tuple(replace(param, chunk=number // 2) for number, param in enumerate(table)))
-    plan = make_plan(chunks, world=2, layout="flat", bucket_numel=1)
+    plan = make_plan(chunks, Options(layout="flat", bucket_numel=1), world=2)
     assert len(plan.buckets) == 6
     by_chunk = [[chunk_of(plan, plan.buckets[index]) for index in group.buckets] for group in plan.launches]
     assert sorted(by_chunk) == [[0], [0], [1, 1], [2, 2]]
@@ -71,12 +72,14 @@ def test_compact_matrices_and_their_flat_neighbours_are_never_launched_together(
             table_of([(name, (8, 8)) for name in "abcd"]), [(8, 8), (9,), (8, 8), (7,)], strict=True
         )
     ]
-    plan = make_plan(ParamTable(tuple(params)), world=2, layout="compact", bucket_numel=1)
+    plan = make_plan(ParamTable(tuple(params)), Options(layout="compact", bucket_numel=1), world=2)
     assert [(group.reducer, len(group.buckets)) for group in plan.launches] == [
         ("reduce_scatter", 2),
         ("all_reduce", 2),
     ]
-    ordered = make_plan(ParamTable(tuple(params)), world=2, layout="compact", bucket_numel=1, reducer="ordered")
+    ordered = make_plan(
+        ParamTable(tuple(params)), Options(layout="compact", bucket_numel=1, reducer="ordered"), world=2
+    )
     assert [(group.reducer, len(group.buckets)) for group in ordered.launches] == [("ordered", 4)]
 
 

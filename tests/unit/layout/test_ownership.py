@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.dtypes import DType
+from layerwise.layout.options import Options
 from layerwise.layout.ownership import owners_of
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
@@ -67,8 +68,8 @@ def test_owners_in_a_plan_depend_on_neither_the_order_of_params_nor_on_buckets(
     table: ParamTable, world: int, rng: Random, bucket_numel: int
 ) -> None:
     shuffled = ParamTable(tuple(rng.sample(table.params, len(table))))
-    plan = make_plan(table, world=world, layout="compact", bucket_numel=bucket_numel)
-    again = make_plan(shuffled, world=world, layout="compact", bucket_numel=200)
+    plan = make_plan(table, Options(layout="compact", bucket_numel=bucket_numel), world=world)
+    again = make_plan(shuffled, Options(layout="compact", bucket_numel=200), world=world)
     matrices_only = {fqn for fqn, route in plan.routes.items() if route.family == "matrix"}
     expected = owners_of([param for param in table if param.fqn in matrices_only], world)
     for found in (owners_in(plan), owners_in(again)):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 import layerwise
 from layerwise.dtypes import DType
-from layerwise.layout.plan import Plan, compare_plans, first_difference, make_plan, resolve_layout
+from layerwise.layout.options import Options, resolve_layout
+from layerwise.layout.plan import Plan, compare_plans, first_difference, make_plan
 from layerwise.layout.storage import plan_storage
 from layerwise.layout.work import plan_work
 from layerwise.routing.rules import RouteRule
@@ -58,9 +60,16 @@ def small_table() -> ParamTable:
     return ParamTable(tuple(replace(param, dtype=DType.BF16) for param in params))
 
 
-def small_plan(params: tuple[ParamSpec, ...] | None = None, **changes: object) -> Plan:
-    settings: dict[str, object] = {"world": 4, "layout": "flat", "bucket_numel": 3000, **changes}
-    return make_plan(ParamTable(params or small_table().params), **settings)  # type: ignore[arg-type]
+def small_plan(
+    params: tuple[ParamSpec, ...] | None = None,
+    *,
+    world: int = 4,
+    worlds: dict[str, int] | None = None,
+    ranks: int | None = None,
+    **changes: Any,
+) -> Plan:
+    options = Options(**{"layout": "flat", "bucket_numel": 3000, **changes})
+    return make_plan(ParamTable(params or small_table().params), options, world=world, worlds=worlds, ranks=ranks)
 
 
 def test_equal_input_gives_an_equal_plan_and_digest() -> None:
@@ -74,9 +83,8 @@ def test_a_plan_made_again_from_a_copy_of_its_table_is_equal(plan: Plan) -> None
     copies = [
         make_plan(
             ParamTable(tuple(replace(param) for param in plan.table)),
+            Options(layout=plan.options.layout, bucket_numel=200),
             world=plan.world,
-            layout=plan.layout,
-            bucket_numel=200,
         )
         for _ in range(2)
     ]
@@ -91,7 +99,7 @@ def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_buffers(plan: 
     shuffled_buffers = rng.sample(plan.buffers, len(plan.buffers))
     shuffled_worlds = dict(rng.sample(sorted(plan.world_by_domain.items()), len(plan.world_by_domain)))
     storage = [
-        plan_storage(plan.table, routes, world_by_domain=worlds, layout=str(plan.layout), bucket_numel=300)
+        plan_storage(plan.table, routes, world_by_domain=worlds, layout=plan.options.layout, bucket_numel=300)
         for routes, worlds in ((plan.routes, plan.world_by_domain), (shuffled_routes, shuffled_worlds))
     ]
     assert storage[0] == storage[1]
@@ -246,7 +254,7 @@ def test_a_route_is_found_under_an_alias() -> None:
 def test_auto_is_the_default_and_the_name_of_no_layout_of_a_buffer() -> None:
     assert resolve_layout("auto") == "auto"
     plan = make_plan(small_table(), world=2)
-    assert plan.layout == "auto"
+    assert plan.options.layout == "auto"
     assert all(buffer.key.layout in ("flat", "padded", "compact") for buffer in plan.buffers)
     assert "chose" in plan.describe()
 
@@ -326,21 +334,21 @@ def test_what_cannot_be_combined_is_refused_with_an_alternative(changes: dict[st
     ids=str,
 )
 def test_the_alternatives_that_refusals_name_are_accepted_and_one_rank_may_combine_all(
-    changes: dict[str, object],
+    changes: dict[str, Any],
 ) -> None:
     assert small_plan(**changes).buckets
 
 
 def test_auto_never_chooses_what_cannot_be_combined_with_the_rest() -> None:
     for world in (2, 4, 8):
-        plan = make_plan(small_table(), world=world, shard_grads=True)
+        plan = make_plan(small_table(), Options(shard_grads=True), world=world)
         assert all(bucket.reducer == "reduce_scatter" for bucket in plan.buckets)
         assert all(score.layout != "compact" for choice in plan.choices for score in choice.scores)
 
 
 def test_plans_compared_at_once_are_the_plans_made_one_by_one() -> None:
     layouts = ["auto", "flat", "padded", "compact", "replicated"]
-    together = compare_plans(small_table(), layouts, world=4, bucket_numel=3000)
+    together = compare_plans(small_table(), layouts, Options(bucket_numel=3000), world=4)
     assert list(together) == layouts
     for layout, plan in together.items():
         assert plan == small_plan(layout=layout)

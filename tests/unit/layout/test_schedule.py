@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
 from layerwise.layout.exchange import exchange_for
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.schedule import pipelined, wire_nbytes
-from layerwise.layout.storage import LAYOUTS, PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, ParamSync, Reducer
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, ParamSync, Reducer
 from layerwise.layout.work import WorkPlan
 from layerwise.routing.spec import ParamTable, table_of
 from tests.strategies import LIGHT, plans, tables
@@ -50,7 +52,7 @@ def test_the_schedule_reduces_then_takes_stats_then_exchanges_then_publishes(pla
         f"tie {bucket.tie!r}" for bucket in plan.buckets if bucket.tie
     )
     assert [op.label for op in ops if op.phase == "publish"] == [
-        bucket.label for bucket in reversed(plan.buckets) if plan.layout != "replicated"
+        bucket.label for bucket in reversed(plan.buckets) if plan.options.layout != "replicated"
     ]
     assert phases.count("stats") == 1
     exchanges = [(op.phase, op.label) for op in ops if op.phase in ("exchange", "return")]
@@ -108,8 +110,8 @@ class Recount:
 
     def reduced(self, buffer: BufferPlan, bucket: BucketPlan) -> dict[str, int]:
         world, size = bucket.world, self.plan.grad_dtype.itemsize
-        if self.plan.reducer != "collective":
-            wire = 2 if self.plan.reducer == "ordered_bf16" else size
+        if self.plan.options.reducer != "collective":
+            wire = 2 if self.plan.options.reducer == "ordered_bf16" else size
             return {"all_to_all": (bucket.numel - self.shard_numels(bucket)[self.ranks[bucket.domain]]) * wire}
         if buffer.key.layout in ("compact", "replicated"):
             return {"all_reduce": 2 * (bucket.numel * size * (world - 1) // world)}
@@ -148,7 +150,11 @@ def test_stages_of_a_pipeline_count_in_the_stats_and_in_the_sums_of_ties(
 ) -> None:
     ties = {param.tie: stages for param in table if param.tie}
     plan = make_plan(
-        table, world=world, layout=layout, ranks=stages * world, stages_by_tie=ties, bucket_numel=300, cohort_numel=100
+        table,
+        Options(layout=layout, bucket_numel=300, cohort_numel=100),
+        world=world,
+        ranks=stages * world,
+        stages_by_tie=ties,
     )
     for rank in range(world):
         ranks = dict.fromkeys(plan.world_by_domain, rank)
@@ -204,13 +210,13 @@ BY_HAND: dict[str, tuple[dict[str, str], dict[str, int]]] = {
 def test_bytes_of_a_hand_computed_plan(name: str) -> None:
     options, expected = BY_HAND[name]
     table = table_of([("a", (8, 16)), ("b", (8, 16))])
-    plan = make_plan(table, world=2, layout=name.split(",")[0], **options)  # type: ignore[arg-type]
+    plan = make_plan(table, Options(layout=name.split(",")[0], **options), world=2)  # type: ignore[arg-type]
     assert plan.schedule(stats_numel=4).bytes_by_collective(0) == expected
 
 
 def test_bytes_of_uneven_shards_are_all_but_the_successors() -> None:
     # Sizes 64, 128, 192 go to ranks 0, 1, 2: in a ring a rank never sends its successor what that one owns.
-    plan = make_plan(table_of([("a", (4, 16)), ("b", (8, 16)), ("c", (12, 16))]), world=3, layout="compact")
+    plan = make_plan(table_of([("a", (4, 16)), ("b", (8, 16)), ("c", (12, 16))]), Options(layout="compact"), world=3)
     publish = plan.schedule(stats_numel=0).find("publish", "bucket 0")
     assert publish is not None
     assert [publish.nbytes(rank) for rank in range(3)] == [2 * (384 - 128), 2 * (384 - 192), 2 * (384 - 64)]
@@ -220,7 +226,7 @@ def test_bytes_of_uneven_shards_are_all_but_the_successors() -> None:
 @given(tables(), st.sampled_from(LAYOUTS), st.sampled_from(REDUCERS), st.sampled_from(PARAM_SYNCS))
 def test_a_world_of_one_sends_nothing(table: ParamTable, layout: str, reducer: Reducer, param_sync: ParamSync) -> None:
     untied = ParamTable(tuple(replace(param, tie="") for param in table))
-    alone = make_plan(untied, world=1, layout=layout, reducer=reducer, param_sync=param_sync, bucket_numel=300)
+    alone = make_plan(untied, Options(layout=layout, reducer=reducer, param_sync=param_sync, bucket_numel=300), world=1)
     assert set(alone.schedule(stats_numel=9).bytes_by_collective(0).values()) <= {0}
 
 
@@ -247,7 +253,7 @@ def test_every_byte_sent_to_a_home_comes_back(plan: Plan) -> None:
 
 
 def test_an_op_is_found_by_phase_and_label() -> None:
-    schedule = make_plan(table_of([("a", (8, 16))]), world=2, layout="flat").schedule(stats_numel=4)
+    schedule = make_plan(table_of([("a", (8, 16))]), Options(layout="flat"), world=2).schedule(stats_numel=4)
     stats, publish = schedule.find("stats", "stats"), schedule.find("publish", "bucket 0")
     assert stats is not None
     assert stats.dtype is DType.FP64
@@ -271,7 +277,7 @@ def test_where_ranks_send_different_amounts_there_is_no_total_to_count_from(kind
 
 
 def test_ops_are_the_same_on_every_rank_and_only_their_bytes_differ() -> None:
-    plan = make_plan(table_of([(name, (24, 24)) for name in "abc"]), world=4, layout="flat")
+    plan = make_plan(table_of([(name, (24, 24)) for name in "abc"]), Options(layout="flat"), world=4)
     ops = plan.schedule(stats_numel=2).ops
     sent = {op.label: op.sent for op in ops if op.phase == "exchange"}
     assert list(sent) == ["dense cohort 0"]

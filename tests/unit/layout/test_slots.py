@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.dtypes import DType
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.slots import OWN, IdleRun, Slot, passage_nbytes, place_slots, usable
 from layerwise.routing.spec import table_of
@@ -78,7 +79,7 @@ def test_what_does_not_fit_into_gradients_has_memory_of_its_own() -> None:
 @pytest.mark.parametrize("grad_dtype", [DType.FP32, DType.BF16])
 def test_idle_runs_are_what_no_shard_of_this_rank_needs(layout: str, grad_dtype: DType) -> None:
     table = table_of([(f"{number}.weight", (20 + number, 16)) for number in range(6)])
-    plan = make_plan(table, world=3, layout=layout, bucket_numel=700, grad_dtype=grad_dtype)
+    plan = make_plan(table, Options(layout=layout, bucket_numel=700, grad_dtype=grad_dtype), world=3)
     assert len(plan.buckets) > 1
     for rank in range(3):
         idle = [[False] * buffer.numel for buffer in plan.buffers]
@@ -102,4 +103,6 @@ def test_runs_begin_where_a_slot_may() -> None:
 
 def test_sharded_gradients_leave_none_to_lease() -> None:
     with pytest.raises(ValueError, match=r"staging='gradients' with shard_grads=True.*Use staging='slots'"):
-        make_plan(table_of([("a.weight", (8, 8))]), world=2, layout="flat", staging="gradients", shard_grads=True)
+        make_plan(
+            table_of([("a.weight", (8, 8))]), Options(layout="flat", staging="gradients", shard_grads=True), world=2
+        )

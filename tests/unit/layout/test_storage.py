@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import LAYOUTS, BucketPlan, BufferPlan, default_bucket_numel
+from layerwise.layout.storage import BucketPlan, BufferPlan, default_bucket_numel
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
 from tests.strategies import LIGHT, PADDED, SHARDED, plans, tables, worlds
 
@@ -208,9 +210,9 @@ def test_params_of_a_buffer_share_what_its_key_says_and_its_buckets_lie_in_backw
 @LIGHT
 @given(plans())
 def test_only_matrices_get_the_layout_that_was_asked_for_and_the_rest_byte_level_shards(plan: Plan) -> None:
-    beside = "replicated" if plan.layout == "replicated" else "flat"
+    beside = "replicated" if plan.options.layout == "replicated" else "flat"
     for buffer in plan.buffers:
-        assert buffer.key.layout == (plan.layout if buffer.key.family == "matrix" else beside)
+        assert buffer.key.layout == (plan.options.layout if buffer.key.family == "matrix" else beside)
 
 
 @LIGHT
@@ -218,7 +220,7 @@ def test_only_matrices_get_the_layout_that_was_asked_for_and_the_rest_byte_level
 def test_every_buckets_collectives_follow_from_its_own_layout(plan: Plan) -> None:
     for buffer, bucket in buckets_of(plan):
         reduces = {"compact": "all_reduce", "replicated": "all_reduce"}.get(buffer.key.layout, "reduce_scatter")
-        assert bucket.reducer == (reduces if plan.reducer == "collective" else plan.reducer)
+        assert bucket.reducer == (reduces if plan.options.reducer == "collective" else plan.options.reducer)
         gathers = {"compact": "uneven_all_gather"}.get(buffer.key.layout, "all_gather")
         assert bucket.publisher in (("none",) if buffer.key.layout == "replicated" else (gathers, "broadcast"))
 
@@ -254,7 +256,7 @@ def test_a_param_tied_across_stages_is_alone_and_cut_and_owned_the_same_whatever
     cuts = []
     # One stage has it first, the other last, as the embedding and the head of a pipeline.
     for params in ((tied, *first), (*second, tied)):
-        plan = make_plan(ParamTable(params), world=world, layout=layout, bucket_numel=500)
+        plan = make_plan(ParamTable(params), Options(layout=layout, bucket_numel=500), world=world)
         bucket = plan.buckets[plan.bucket_of["embed.weight"]]
         assert [placement.fqn for placement in bucket.placements] == ["embed.weight"]
         assert bucket.tie == "embedding"
@@ -287,7 +289,7 @@ def test_the_number_of_buckets_follows_from_bytes_not_from_the_number_of_matrice
     for per_bucket in (few, many):
         rows = 64 * 64 // per_bucket
         table = table_of([(f"w{number}", (rows, 64)) for number in range(buckets * per_bucket)])
-        counts.append(len(make_plan(table, world=world, layout=layout, bucket_numel=bucket_numel).buckets))
+        counts.append(len(make_plan(table, Options(layout=layout, bucket_numel=bucket_numel), world=world).buckets))
     assert abs(counts[0] - counts[1]) <= 1
     assert abs(counts[0] - buckets) <= 1
 
@@ -297,7 +299,7 @@ def test_the_number_of_buckets_follows_from_bytes_not_from_the_number_of_matrice
 def test_only_the_last_bucket_or_one_beside_a_tied_param_is_below_the_bucket_size(
     table: ParamTable, world: int, layout: str
 ) -> None:
-    plan = make_plan(table, world=world, layout=layout, bucket_numel=300)
+    plan = make_plan(table, Options(layout=layout, bucket_numel=300), world=world)
     for buffer in plan.buffers:
         for bucket, following in itertools.pairwise(buffer.buckets):
             last = bucket.placements[-1]
@@ -311,9 +313,9 @@ def test_only_the_last_bucket_or_one_beside_a_tied_param_is_below_the_bucket_siz
 def test_how_params_are_stored_does_not_depend_on_the_order_in_which_routes_and_worlds_were_found(
     table: ParamTable, world: int, layout: str, rng: Random
 ) -> None:
-    plan = make_plan(table, world=world, layout=layout, bucket_numel=300)
+    plan = make_plan(table, Options(layout=layout, bucket_numel=300), world=world)
     worlds_found = dict(rng.sample([("expert", world), ("dense", world)], 2))
-    again = make_plan(table, world=world, worlds=worlds_found, layout=layout, bucket_numel=300)
+    again = make_plan(table, Options(layout=layout, bucket_numel=300), world=world, worlds=worlds_found)
     assert again.buffers == plan.buffers
     assert again.digest == plan.digest
 
@@ -325,13 +327,13 @@ def test_a_frozen_param_has_no_place() -> None:
 
 
 def test_every_rank_of_a_replicated_bucket_holds_shard_zero() -> None:
-    (bucket,) = make_plan(table_of([("a", (8, 8))]), world=3, layout="replicated").buckets
+    (bucket,) = make_plan(table_of([("a", (8, 8))]), Options(layout="replicated"), world=3).buckets
     assert [bucket.shard_of(rank) for rank in range(3)] == [0, 0, 0]
     assert (bucket.reducer, bucket.publisher) == ("all_reduce", "none")
 
 
 def test_every_rank_of_a_flat_bucket_holds_its_own_shard() -> None:
-    (bucket,) = make_plan(table_of([("a", (8, 8))]), world=3, layout="flat").buckets
+    (bucket,) = make_plan(table_of([("a", (8, 8))]), Options(layout="flat"), world=3).buckets
     assert [bucket.shard_of(rank) for rank in range(3)] == [0, 1, 2]
     assert (bucket.reducer, bucket.publisher) == ("reduce_scatter", "all_gather")
 
@@ -342,7 +344,7 @@ def test_the_default_bucket_grows_with_the_world_past_40_ranks() -> None:
 
 @pytest.mark.parametrize("layout", ["padded", "compact"])
 def test_fewer_params_than_ranks_leave_shards_empty_and_nobody_without_a_place(layout: str) -> None:
-    (bucket,) = make_plan(table_of([("a", (8, 16)), ("b", (4, 16))]), world=5, layout=layout).buckets
+    (bucket,) = make_plan(table_of([("a", (8, 16)), ("b", (4, 16))]), Options(layout=layout), world=5).buckets
     held = [sum(span.numel for span in bucket.spans(shard)) for shard in range(5)]
     assert sorted(held) == [0, 0, 0, 64, 128]
     assert bucket.numel == (5 * 128 if layout == "padded" else 192)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from layerwise.layout import work as work_module
 from layerwise.layout.cost import newton_schulz_cost
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.storage import plan_storage
 from layerwise.layout.work import EVERY_RANK, WorkPlan, holders, plan_work
@@ -28,7 +29,7 @@ def test_every_matrix_has_exactly_one_home(plan: Plan) -> None:
     assert set(expected.values()) <= {1}
     for work in plan.works:
         assert work.world == plan.world_by_domain[work.domain]
-        everywhere = work.world == 1 or plan.layout == "replicated"
+        everywhere = work.world == 1 or plan.options.layout == "replicated"
         assert {item.home for item in work.items} <= ({EVERY_RANK} if everywhere else set(range(work.world)))
 
 
@@ -68,9 +69,9 @@ def test_items_lie_where_the_storage_plan_put_them(case: Worked) -> None:
 @MANY
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=30), st.integers(2, 12))
 def test_the_busiest_rank_is_within_grahams_bound(shapes: list[tuple[int, int]], world: int) -> None:
-    work = make_plan(table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)]), world=world, layout="flat").works[
-        0
-    ]
+    work = make_plan(
+        table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)]), Options(layout="flat"), world=world
+    ).works[0]
     mean = Fraction(sum(work.loads), world)
     busiest = max(work.loads)
     # The last matrix of the busiest rank went to the least loaded one, which was at most at the mean of all others.
@@ -93,9 +94,9 @@ def best_makespan(costs: list[int], world: int) -> int:
 def test_the_busiest_rank_is_within_four_thirds_of_the_best_assignment(
     shapes: list[tuple[int, int]], world: int
 ) -> None:
-    work = make_plan(table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)]), world=world, layout="flat").works[
-        0
-    ]
+    work = make_plan(
+        table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)]), Options(layout="flat"), world=world
+    ).works[0]
     bound = Fraction(4, 3) - Fraction(1, 3 * world)
     assert max(work.loads) <= bound * best_makespan(cost_of(work), world)
 
@@ -213,7 +214,9 @@ def test_cohorts_are_consecutive_in_backward_order_where_something_may_move(case
 @pytest.mark.parametrize("cohort_numel", [1, 16, 64, 1000])
 def test_a_cohort_closes_when_each_rank_has_its_share_in_flight(cohort_numel: int) -> None:
     world, numel = 3, 64
-    work = make_plan(table_of([(f"w{n}", (8, 8)) for n in range(20)]), world=world, cohort_numel=cohort_numel).works[0]
+    work = make_plan(
+        table_of([(f"w{n}", (8, 8)) for n in range(20)]), Options(cohort_numel=cohort_numel), world=world
+    ).works[0]
     per_cohort = -(-cohort_numel * world // numel)
     sizes = Counter(item.cohort for item in work.items)
     assert all(sizes[cohort] == per_cohort for cohort in range(work.num_cohorts - 1))
@@ -223,7 +226,7 @@ def test_a_cohort_closes_when_each_rank_has_its_share_in_flight(cohort_numel: in
 def test_where_nothing_moves_a_cohort_holds_all_matrices_of_a_shape_up_to_four_times_its_size(layout: str) -> None:
     shapes = {"qkv": (24, 8), "out": (8, 8), "up": (32, 8), "down": (8, 32), "small": (4, 4)}
     table = table_of([(f"{layer}.{name}", shape) for layer in range(6) for name, shape in shapes.items()])
-    found = make_plan(table, world=1, layout=layout, cohort_numel=200).works[0]
+    found = make_plan(table, Options(layout=layout, cohort_numel=200), world=1).works[0]
     batches = Counter((item.cohort, item.matrix.rows, item.matrix.cols) for item in found.items)
     numels: Counter[int] = Counter()
     for (cohort, rows, cols), count in batches.items():
@@ -244,6 +247,6 @@ def test_where_nothing_moves_a_cohort_holds_all_matrices_of_a_shape_up_to_four_t
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_one_matrix_keeps_one_rank_busy_and_the_imbalance_says_so(world: int) -> None:
-    lonely = make_plan(table_of([("w", (8, 8))]), world=world, layout="flat").works[0]
+    lonely = make_plan(table_of([("w", (8, 8))]), Options(layout="flat"), world=world).works[0]
     assert sum(1 for load in lonely.loads if load) == 1
     assert lonely.imbalance == world

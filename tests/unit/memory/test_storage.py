@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
 from layerwise.errors import StateError
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
-from layerwise.layout.storage import GRAD_SLOTS, LAYOUTS
+from layerwise.layout.storage import GRAD_SLOTS
 from layerwise.memory.storage import GradRing, Storage
 from layerwise.models.table import named_trainables, param_table, plain_dtype
 from tests.worlds import Zoo
@@ -18,7 +20,7 @@ SHARDED = ("flat", "padded", "compact")
 
 
 def storage_of(module: nn.Module, *, world: int = 1, rank: int = 0, layout: str = "flat", **options: Any) -> Storage:
-    plan = make_plan(param_table(module), world=world, layout=layout, bucket_numel=300, **options)
+    plan = make_plan(param_table(module), Options(layout=layout, bucket_numel=300, **options), world=world)
     return Storage(plan, named_trainables(module), {"dense": rank})
 
 
@@ -37,7 +39,7 @@ def test_params_keep_their_values_and_lie_in_the_replicas(dtype: torch.dtype, la
     module, untouched = zoo(dtype), zoo(dtype)
     storage = storage_of(module, world=3, rank=1, layout=layout)
     replicas = [
-        (bucket.replica.data_ptr(), bucket.replica.data_ptr() + bucket.replica.nbytes) for bucket in storage.buckets
+        (bucket.replica.data_ptr(), bucket.replica.data_ptr() + bucket.replica.nbytes) for bucket in storage.shards
     ]
     for (fqn, param), (_, before) in zip(module.named_parameters(), untouched.named_parameters(), strict=True):
         assert torch.equal(param, before), fqn
@@ -106,8 +108,8 @@ def test_bytes_are_those_of_full_params_and_gradients_and_of_this_ranks_shards(
     for rank in range(3):
         grad_name = plain_dtype(grad_dtype, "grad_dtype")
         storage = storage_of(zoo(dtype), world=3, rank=rank, layout=layout, grad_dtype=grad_name)
-        full = sum(bucket.plan.numel for bucket in storage.buckets)
-        mine = sum(bucket.plan.shard_numel(rank) for bucket in storage.buckets)
+        full = sum(bucket.plan.numel for bucket in storage.shards)
+        mine = sum(bucket.plan.shard_numel(rank) for bucket in storage.shards)
         shard = (0 if dtype == torch.float32 else 4) + (0 if grad_dtype == torch.float32 else 4)
         assert storage.nbytes() == full * (ITEMSIZE[dtype] + ITEMSIZE[grad_dtype]) + mine * shard
 
@@ -117,16 +119,16 @@ def test_an_ordered_sum_of_narrow_gradients_has_an_fp32_shard_of_its_own() -> No
     for bucket in storage_of(zoo(), world=2, **options).buckets:
         assert bucket.grad is not None
         assert (bucket.grad.dtype, bucket.grad_shard.dtype) == (torch.bfloat16, torch.float32)
-        assert bucket.work.data_ptr() == bucket.grad_shard.data_ptr()
+        assert bucket.update.data_ptr() == bucket.grad_shard.data_ptr()
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])
 def test_released_gradients_hold_nothing_but_shards_until_one_is_leased(layout: str) -> None:
     storage = storage_of(zoo(), world=4, rank=1, layout=layout, shard_grads=True)
-    full = sum(bucket.plan.numel for bucket in storage.buckets)
-    mine = sum(bucket.plan.shard_numel(1) for bucket in storage.buckets)
+    full = sum(bucket.plan.numel for bucket in storage.shards)
+    mine = sum(bucket.plan.shard_numel(1) for bucket in storage.shards)
     assert storage.nbytes() == 4 * (full + mine)
-    bucket = storage.buckets[0]
+    bucket = storage.shards[0]
     assert bucket.grad is None
     assert bucket.ring is not None
     bucket.grad = bucket.ring.lease(bucket.plan.numel)
@@ -140,7 +142,7 @@ def test_released_gradients_hold_nothing_but_shards_until_one_is_leased(layout: 
 def test_buckets_of_a_buffer_share_one_ring_and_those_of_two_buffers_do_not() -> None:
     storage = storage_of(zoo(), world=2, shard_grads=True)
     rings = {
-        buffer.index: {id(storage.buckets[b.index].ring) for b in buffer.buckets} for buffer in storage.plan.buffers
+        buffer.index: {id(storage.shards[b.index].ring) for b in buffer.buckets} for buffer in storage.plan.buffers
     }
     assert all(len(found) == 1 for found in rings.values())
     assert len(set.union(*rings.values())) == len(rings)
@@ -203,12 +205,12 @@ def test_a_param_that_left_its_buffer_is_named() -> None:
 def test_weights_changed_in_place_reach_the_masters_and_others_keep_their_fp32_bits() -> None:
     module = zoo(torch.bfloat16)
     storage = storage_of(module)
-    for bucket in storage.buckets:
+    for bucket in storage.shards:
         bucket.master.mul_(1.0 + 2.0**-12)  # below bf16's resolution
-    before = [bucket.master.clone() for bucket in storage.buckets]
+    before = [bucket.master.clone() for bucket in storage.shards]
     with torch.no_grad():
         module.tall.weight[0, 0] = 3.0
         module.norm.weight.copy_(module.norm.weight.clone())  # written, but with what was there
     storage.pull_changed_params()
-    changed = sum(int((bucket.master != old).sum()) for bucket, old in zip(storage.buckets, before, strict=True))
+    changed = sum(int((bucket.master != old).sum()) for bucket, old in zip(storage.shards, before, strict=True))
     assert changed == 1

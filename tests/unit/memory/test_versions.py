@@ -22,7 +22,7 @@ TARGET = dict(LEGAL.values())
 
 def bucket_in(state: ReplicaState) -> Bucket:
     """A bucket that has been around twice and is in this state."""
-    bucket = layerwise.DataParallel(nn.Linear(3, 3)).engine.storage.buckets[0]
+    bucket = layerwise.DataParallel(nn.Linear(3, 3)).engine.storage.shards[0]
     for _ in range(2):
         for move in MOVES.values():
             move(bucket)
@@ -36,7 +36,7 @@ def versions(bucket: Bucket) -> tuple[int, int, int]:
 
 
 def test_a_bucket_begins_fresh() -> None:
-    bucket = layerwise.DataParallel(nn.Linear(3, 3)).engine.storage.buckets[0]
+    bucket = layerwise.DataParallel(nn.Linear(3, 3)).engine.storage.shards[0]
     assert bucket.replica_state is ReplicaState.FRESH
     assert versions(bucket) == (0, 0, 0)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from layerwise.optim.loss_scale import LossScale, LossScaler
+from layerwise.engine.loss_scale import LossScale, LossScaler
 
 
 def scales(config: LossScale, overflows: str) -> list[float]:

@@ -35,7 +35,7 @@ class Training:
         self.module = build().to(BF16)
         self.model = layerwise.DataParallel(self.module, layout="flat", bucket_mib=1e-5, **options)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper()))
-        self.buckets = self.model.engine.storage.buckets
+        self.buckets = self.model.engine.storage.shards
 
     def step(self, number: int, forward: Forward | None = None) -> float:
         generator = torch.Generator().manual_seed(number)

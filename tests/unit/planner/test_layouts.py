@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.layouts import MEASURED, MEASURED_SHAPES, RESULTS, Figures, exposed_percent, figures
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 
 ROWS = [
@@ -20,7 +21,7 @@ POINTS = sorted({(model, world) for _, model, world, _ in ROWS})
 
 @cache
 def planned(model: str, world: int, layout: str) -> Plan:
-    return make_plan(MEASURED_SHAPES[model], world=world, layout=layout)
+    return make_plan(MEASURED_SHAPES[model], Options(layout=layout), world=world)
 
 
 def found(model: str, world: int, layout: str) -> dict[str, Any]:

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import time
+from typing import Any
 
 import pytest
 
-from layerwise.config.rules import RULES_BY_KIND, AdaMuon, AdamW, Lion, Muon, NorMuon
+from layerwise.config.rules import AdaMuon, AdamW, Lion, Muon, NorMuon
 from layerwise.dtypes import DType
-from layerwise.engine.algorithms import MATRIX, state_names
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.presets import preset
-from layerwise.planner.rules import STATE_TENSORS, Rules, home_state_numel, schedule_for, wire_dtypes
+from layerwise.planner.rules import Rules, schedule_for, wire_dtypes_for
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
 
 
-def planned(table: ParamTable, rules: Rules | None = None, **options: object) -> list[Memory]:
+def planned(
+    table: ParamTable,
+    rules: Rules | None = None,
+    *,
+    world: int,
+    worlds: dict[str, int] | None = None,
+    **options: Any,
+) -> list[Memory]:
     rules = rules or Rules()
-    plan = make_plan(table, **options)  # type: ignore[arg-type]
+    plan = make_plan(table, Options(**options), world=world, worlds=worlds)
     return memory_by_rank(plan, schedule_for(plan, rules), rules)
-
-
-def test_every_rule_keeps_the_state_that_was_planned() -> None:
-    assert {kind: len(state_names(kind)) for kind in RULES_BY_KIND} == STATE_TENSORS
-    for kind, algorithm in MATRIX.items():
-        shapes = algorithm.home_state(6, 4).values()
-        assert home_state_numel(kind, 6, 4) == sum(math.prod(shape) for shape in shapes)
 
 
 TWO = table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))])
@@ -106,7 +106,7 @@ def test_frozen_params_count_as_params_and_as_nothing_else() -> None:
 @pytest.mark.parametrize("layout", ["flat", "padded", "compact"])
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_shards_add_up_to_the_whole(layout: str, world: int) -> None:
-    plan = make_plan(preset("gpt2"), world=world, layout=layout)
+    plan = make_plan(preset("gpt2"), Options(layout=layout), world=world)
     found = memory_by_rank(plan, schedule_for(plan, Rules()), Rules())
     numel = sum(buffer.numel for buffer in plan.buffers)
     assert sum(memory.masters for memory in found) == 4 * numel
@@ -123,10 +123,10 @@ def test_experts_are_held_by_the_ranks_of_their_domain() -> None:
 
 def test_a_cohort_travels_in_fp32_as_soon_as_one_matrix_needs_that() -> None:
     rule = RouteRule(pattern="a.weight", to="matrix", options={"ns_dtype": "fp32"})
-    plan = make_plan(TWO, world=2, rules=[rule], cohort_numel=2048)
-    assert wire_dtypes(plan, Rules()) == {("dense", 0): DType.BF16, ("dense", 1): DType.FP32}  # backward order
-    assert set(wire_dtypes(plan, Rules(matrix=Muon(lr=0.0, ns_dtype="fp16"))).values()) == {DType.FP32}
-    assert set(wire_dtypes(plan, Rules(matrix=AdamW(lr=0.0))).values()) == {DType.BF16}
+    plan = make_plan(TWO, Options(rules=[rule], cohort_numel=2048), world=2)
+    assert wire_dtypes_for(plan, Rules()) == {("dense", 0): DType.BF16, ("dense", 1): DType.FP32}  # backward order
+    assert set(wire_dtypes_for(plan, Rules(matrix=Muon(lr=0.0, ns_dtype="fp16"))).values()) == {DType.FP32}
+    assert set(wire_dtypes_for(plan, Rules(matrix=AdamW(lr=0.0))).values()) == {DType.BF16}
 
 
 # -- the pipeline of cohorts ---------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from layerwise.dtypes import DType
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.planner.presets import preset
 from layerwise.planner.report import SIDE_BY_SIDE, Comparison, Setting, column_of, compare
@@ -21,7 +22,7 @@ def test_the_one_that_auto_takes_is_marked() -> None:
     table, setting = preset("gpt2"), Setting(world=8)
     found = compare(table, setting)
     assert [column.layout for column in found.columns] == list(SIDE_BY_SIDE)
-    auto = make_plan(table, world=8, layout="auto")
+    auto = make_plan(table, Options(layout="auto"), world=8)
     taken = {choice.layout for choice in auto.choices if choice.scores}
     assert set(chosen(found)) == taken
     assert found.choices == auto.choices
@@ -51,27 +52,25 @@ def test_auto_alone_says_what_it_came_to() -> None:
 
 
 def test_layouts_that_the_setting_refuses_are_left_out_with_the_reason() -> None:
-    found = compare(preset("gpt2"), Setting(world=8, shard_grads=True))
+    found = compare(preset("gpt2"), Setting(world=8, options=Options(shard_grads=True)))
     assert [column.layout for column in found.columns] == ["flat", "padded"]
     assert list(found.left_out) == ["compact", "replicated"]
     assert "its gradients are all-reduced" in found.left_out["compact"]
     with pytest.raises(ValueError, match="its gradients are all-reduced"):
-        compare(preset("gpt2"), Setting(world=8, shard_grads=True), ["compact"])
+        compare(preset("gpt2"), Setting(world=8, options=Options(shard_grads=True)), ["compact"])
 
 
 def test_a_plan_that_somebody_made_gives_the_same_column() -> None:
     """What `model.plan` is to a live model."""
     table = preset("gpt2", dtype=DType.FP32)
-    setting = Setting(world=3, grad_dtype=DType.BF16, bucket_numel=10**6, reducer="ordered", shard_grads=True)
+    setting = Setting(
+        world=3, options=Options(grad_dtype=DType.BF16, bucket_numel=10**6, reducer="ordered", shard_grads=True)
+    )
     (column,) = compare(table, setting, ["flat"]).columns
     plan = make_plan(
         table,
+        Options(layout="flat", grad_dtype=DType.BF16, bucket_numel=10**6, reducer="ordered", shard_grads=True),
         world=3,
-        layout="flat",
-        grad_dtype=DType.BF16,
-        bucket_numel=10**6,
-        reducer="ordered",
-        shard_grads=True,
     )
     assert column_of(plan) == column
     assert column.to_json() == column_of(plan).to_json()

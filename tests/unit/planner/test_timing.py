@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from layerwise.config.layouts import LAYOUTS
 from layerwise.config.rules import AdamW
 from layerwise.layout.choice import Hardware, sent_by_rank
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import LAYOUTS
 from layerwise.planner.presets import preset
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import numbers_of, traffic_of, work_of
@@ -20,36 +21,40 @@ UNIT = Hardware(ns_tflops=1e-9, link_gb_s=1e-6)
 
 def test_newton_schulz_by_hand() -> None:
     """Three equal matrices on two ranks. Five steps, each three products of 64 x 64 x 64, two FLOPs a multiply-add."""
-    plan = make_plan(table_of([(f"{name}.weight", (64, 64)) for name in "abc"]), world=2, layout="flat")
-    work = work_of(plan, RULES, UNIT)
+    table = table_of([(f"{name}.weight", (64, 64)) for name in "abc"])
+    plan = make_plan(table, Options(layout="flat", hardware=UNIT), world=2)
+    work = work_of(plan, RULES)
     one = 5 * 3 * 2 * 64**3
     assert (work.ms, work.idle_ranks) == (pytest.approx(2 * one), 0)
     assert work.imbalance == pytest.approx(4 / 3)
-    assert work_of(plan, RULES, Hardware(ns_tflops=2e-9)).ms == pytest.approx(one)
+    quick = make_plan(table, Options(layout="flat", hardware=Hardware(ns_tflops=2e-9)), world=2)
+    assert work_of(quick, RULES).ms == pytest.approx(one)
 
 
 def test_ranks_without_a_matrix_are_idle() -> None:
-    plan = make_plan(table_of([("a.weight", (64, 64))]), world=8, layout="flat")
-    work = work_of(plan, RULES, UNIT)
+    plan = make_plan(table_of([("a.weight", (64, 64))]), Options(layout="flat", hardware=UNIT), world=8)
+    work = work_of(plan, RULES)
     assert (work.idle_ranks, work.imbalance) == (7, 8.0)
 
 
 def test_everybody_does_everything_where_nothing_is_sharded() -> None:
-    plan = make_plan(preset("gpt2"), world=8, layout="replicated")
-    alone = make_plan(preset("gpt2"), world=1, layout="flat")
-    assert work_of(plan, RULES, UNIT) == work_of(alone, RULES, UNIT)
+    plan = make_plan(preset("gpt2"), Options(layout="replicated", hardware=UNIT), world=8)
+    alone = make_plan(preset("gpt2"), Options(layout="flat", hardware=UNIT), world=1)
+    assert work_of(plan, RULES) == work_of(alone, RULES)
 
 
 def test_an_elementwise_rule_orthogonalises_nothing() -> None:
-    work = work_of(make_plan(preset("gpt2"), world=8), Rules(matrix=AdamW(lr=0.0)), UNIT)
+    work = work_of(make_plan(preset("gpt2"), world=8), Rules(matrix=AdamW(lr=0.0)))
     assert (work.ms, work.imbalance, work.idle_ranks) == (0.0, 1.0, 0)
 
 
 def test_bytes_by_hand() -> None:
     """Two ranks, one matrix each, both where they are needed: half of the gradients in fp32, half of the params in bf16."""
-    plan = make_plan(table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), world=2, layout="flat")
+    plan = make_plan(
+        table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), Options(layout="flat", hardware=UNIT), world=2
+    )
     schedule = schedule_for(plan, RULES)
-    traffic = traffic_of(plan, schedule, UNIT)
+    traffic = traffic_of(plan, schedule)
     stats = (10 + 3 * 2) * 8
     assert traffic.nbytes_by_kind == {"reduce_scatter": 4096 * 4, "all_gather": 4096 * 2, "all_reduce": stats}
     assert traffic.ms_by_phase == pytest.approx({"reduce": 4096 * 4, "stats": stats, "publish": 4096 * 2})
@@ -62,9 +67,10 @@ def test_reductions_hide_behind_backward() -> None:
     shapes = [(f"{number}.weight", (64, 64)) for number in range(10)]
     elementwise = Rules(matrix=AdamW(lr=0.0))  # nothing is exchanged
     one, many = (
-        traffic_of(plan, schedule_for(plan, elementwise), UNIT)
+        traffic_of(plan, schedule_for(plan, elementwise))
         for plan in (
-            make_plan(table_of(shapes), world=2, layout="flat", bucket_numel=numel) for numel in (10**9, 64 * 64)
+            make_plan(table_of(shapes), Options(layout="flat", bucket_numel=numel, hardware=UNIT), world=2)
+            for numel in (10**9, 64 * 64)
         )
     )
     assert one.nbytes == many.nbytes
@@ -74,7 +80,10 @@ def test_reductions_hide_behind_backward() -> None:
 def every_plan() -> list[Plan]:
     return [
         make_plan(
-            preset(name, expert_parallel=experts), world=world, worlds={"expert": world // experts}, layout=layout
+            preset(name, expert_parallel=experts),
+            Options(layout=layout, hardware=UNIT),
+            world=world,
+            worlds={"expert": world // experts},
         )
         for name, experts, world in (("gpt2", 1, 6), ("qwen3-30b-a3b", 4, 12))
         for layout in (*LAYOUTS, "auto")
@@ -92,7 +101,7 @@ def test_the_rank_that_sends_most_is_found() -> None:
                 total += op.nbytes(rank // (plan.world // size))
             by_rank.append(total)
         assert sent_by_rank(schedule.ops, plan.world) == by_rank
-        traffic = traffic_of(plan, schedule, UNIT)
+        traffic = traffic_of(plan, schedule)
         assert traffic.nbytes == max(by_rank) == by_rank[traffic.rank]
         assert sum(traffic.nbytes_by_kind.values()) == traffic.nbytes
         assert sum(traffic.ms_by_phase.values()) == pytest.approx(traffic.ms)
@@ -100,6 +109,11 @@ def test_the_rank_that_sends_most_is_found() -> None:
 
 
 def test_neighbours_hold_different_experts() -> None:
-    plan = make_plan(preset("qwen3-30b-a3b", expert_parallel=4), world=12, worlds={"expert": 3}, layout="flat")
+    plan = make_plan(
+        preset("qwen3-30b-a3b", expert_parallel=4),
+        Options(layout="flat", hardware=UNIT),
+        world=12,
+        worlds={"expert": 3},
+    )
     assert [numbers_of(plan, rank)["expert"] for rank in range(12)] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
     assert numbers_of(plan, 7)["dense"] == 7

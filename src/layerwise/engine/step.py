@@ -1,0 +1,334 @@
+"""One step: the phases of the design, in order, and what is decided between them from reduced values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from layerwise.comm.groups import agree_despite
+from layerwise.comm.roster import check_alike
+from layerwise.dtypes import DType
+from layerwise.engine.algorithms import LiveOptions
+from layerwise.engine.engine import Engine
+from layerwise.engine.gradients import Divisors
+from layerwise.engine.loss_scale import LossScale, LossScaler
+from layerwise.engine.param_groups import GroupPlan
+from layerwise.engine.policy import GradientPolicy
+from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipped, Clipper, Watched
+from layerwise.engine.skips import Skips
+from layerwise.engine.stats import Seen, StatsPass, StepStats, Totals
+from layerwise.engine.update import Update
+from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
+from layerwise.kernels.hashing import hash_bits
+from layerwise.layout.schedule import CommSchedule
+from layerwise.routing.spec import DENSE
+
+
+class StepPlan(NamedTuple):
+    """What an optimizer was asked for, before anything is built; the same on every rank."""
+
+    groups: tuple[GroupPlan, ...]
+    norm_group_of: dict[str, str]
+    norm_group_names: tuple[str, ...]
+    policy: GradientPolicy
+    loss_scale: LossScale | None
+    count_zeros: bool
+    watched: Watched | None
+
+    def common_facts(self) -> dict[str, object]:
+        """What ranks of all pipeline stages must have in common."""
+        return {
+            "norm groups": list(self.norm_group_names),
+            "policy": asdict(self.policy),
+            "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
+            "count zeros": self.count_zeros,
+            "qk_clip": repr(self.watched.clip) if self.watched is not None else None,
+        }
+
+    def facts(self) -> dict[str, object]:
+        """The arguments as data, so that a difference between ranks can be named."""
+        groups = [
+            {"label": f"param group {index}", "rule": group.rule.kind, **group.rule.options(), "fqns": list(group.fqns)}
+            for index, group in enumerate(self.groups)
+        ]
+        watched = self.watched.facts() if self.watched is not None else None
+        return {**self.common_facts(), "groups": groups, "norm groups": self.norm_group_of, "watched": watched}
+
+    @property
+    def has_matrix_rule(self) -> bool:
+        return any(group.rule.is_matrix_rule for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Live:
+    """What the optimizer's options are now."""
+
+    options: Sequence[LiveOptions]
+    """Of every param group, as its rule holds them."""
+    settings: Mapping[str, object]
+    """The same in words: what all ranks must have in common."""
+    tie_settings: Mapping[str, Mapping[str, str]]
+    """What all copies of a tied weight must have in common: where it differed they would drift apart."""
+    problem: Exception | None = None
+    """Why they make no rule."""
+
+
+class Stepper:
+    """Steps the shards of an engine by the rules of an optimizer."""
+
+    def __init__(self, engine: Engine, plan: StepPlan, wire_dtypes: Mapping[tuple[str, int], DType]) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._wire_dtypes = wire_dtypes
+        self._policy = plan.policy
+        self._skips = Skips(plan.policy.max_skipped)
+        self.scaler = LossScaler(plan.loss_scale) if plan.loss_scale is not None else None
+        self._stats_pass = StatsPass(engine, plan.norm_group_of, plan.norm_group_names, zeros=plan.count_zeros)
+        self._clipper = Clipper(engine, plan.watched) if plan.watched is not None else None
+        self.update = Update(
+            engine, plan.groups, plan.norm_group_of, self.schedule, wire_dtypes, exchange=plan.has_matrix_rule
+        )
+        self.stats = StepStats()
+        self._changed: set[str] = set()
+        self._has_checked_replicas = False
+        self._is_half_way = False
+
+    @cached_property
+    def schedule(self) -> CommSchedule:
+        """Every collective of one step, in order."""
+        return self._engine.plan.schedule(
+            stats_numel=self._stats_pass.numel,
+            wire_dtypes=self._wire_dtypes,
+            exchange=self._plan.has_matrix_rule,
+            logits_numel=self._clipper.numel if self._clipper is not None else 0,
+        )
+
+    def step(self, live: Live) -> None:
+        """All phases, or none: a step that is skipped changes nothing."""
+        engine = self._engine
+        try:
+            # 1. Reduce, and 2. Stats.
+            totals = self.measure(live)
+            self._changed.clear()
+            policy = self._policy_now
+            coefficients = policy.clip_coefficients(totals, self._stats_pass.names)
+            skip_reason = policy.skip_reason(totals)
+            if self.scaler is not None:
+                self.scaler.update(overflow=bool(totals.nonfinite))
+            clipped = NOTHING_CLIPPED
+            if not skip_reason:
+                engine.publisher.learn_order(engine.groups)
+                with self._moving_masters():
+                    self.update.average(totals.divisors, coefficients)
+                    # 3. Momentum.
+                    self.update.momentum(live.options, engine.count.steps)
+                    # 4. Exchange, 5. Orthogonalise, 6. Return: cohort by cohort, one on its way while another is worked on.
+                    self.update.orthogonalise(live.options, engine.count.steps)
+                    if self._clipper is not None:
+                        clipped = self._clipper.apply()
+                    # 7. Publish.
+                    engine.publisher.begin()
+            self._record(totals, coefficients, skip_reason, clipped, live)
+        finally:
+            self.forget()
+
+    def measure(self, live: Live) -> Totals:
+        """Finish the reductions and take the statistics; raises on every rank if any of them has a problem."""
+        engine = self._engine
+        # Nobody may have read some weights since the last step. They are gathered now: masters are about to move.
+        engine.publisher.ensure_all()
+        self._changed |= engine.storage.pull_changed_params()
+        problem = self._preflight(live)
+        gradients = engine.gradients
+        is_unscaled = self.scaler is not None and gradients.has_gradients and not gradients.said.is_scaled
+        missing = gradients.finish()
+        if not self._has_checked_replicas or engine.settings.check_replicas:
+            # A bad start must not be spread: from now on shards of all ranks are one model.
+            engine.check_replicas()
+            self._has_checked_replicas = True
+        settings = self._settings(live)
+        seen = Seen(
+            missing=missing,
+            late=gradients.late,
+            settings=repr([settings, problem]),
+            tie_settings={tie: repr(settings) for tie, settings in live.tie_settings.items()},
+            has_problem=problem is not None,
+            is_scaled=gradients.said.is_scaled,
+            is_unscaled=is_unscaled,
+        )
+        divisors = self._divisors()
+        totals = self._stats_pass.reduce(seen, divisors)
+        if totals.late:
+            # Some rank had gradients after their reduction was launched: all reduce them now.
+            gradients.reduce_again(self._here(totals.late))
+            totals = self._stats_pass.reduce(replace(seen, late=gradients.late), divisors)
+        self._check_agreement(totals, problem, settings, live)
+        return totals
+
+    def clip_next_step(self, max_norm: float, live: Live) -> float:
+        """The norm of the gradients as they are, which the coming step is clipped by. What is asked for is a setting of
+        that step, the same on every rank, and goes with the gradients."""
+        if self._policy.clip == "none":
+            raise ValueError("clip_grad_norm_() was called with clip='none': expected a scope to clip. Leave clip out.")
+        replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
+        self._engine.gradients.said.clip_norm = max_norm
+        return self._policy.clipped_norm(self.measure(live))
+
+    def forget(self) -> None:
+        """Gradients, and whatever was noted of them, are not wanted any more."""
+        self._engine.gradients.forget()
+        self._engine.traffic.close()
+        self.update.unbind()
+        if self._clipper is not None:
+            self._clipper.reset()
+
+    def pull_changed(self) -> None:
+        """Masters follow what the user wrote into weights."""
+        self._changed |= self._engine.storage.pull_changed_params()
+
+    def free(self) -> None:
+        """Let go of staging memory."""
+        self.update.slots.free()
+
+    def refuse_half_way(self) -> None:
+        """Raise if a step ended in between."""
+        if self._is_half_way:
+            raise StateError(
+                f"step {self._engine.count.steps} ended half way, by an exception: some masters are new and some old, and ranks may "
+                "differ in which. Build the model and the optimizer anew and load a checkpoint."
+            )
+
+    @contextmanager
+    def _moving_masters(self) -> Iterator[None]:
+        """An exception in here (no memory, an interrupt) leaves some masters new and some old, not the same ones on every
+        rank, and is remembered."""
+        self._is_half_way = True
+        self._engine.count.steps += 1
+        yield
+        self._is_half_way = False
+
+    def _divisors(self) -> Divisors:
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        engine = self._engine
+        return Divisors(
+            scale,
+            engine.plan.world * scale,
+            {shard.plan.index: engine.gradients.divisor_of(shard) * scale for shard in engine.storage.shards},
+        )
+
+    @property
+    def _policy_now(self) -> GradientPolicy:
+        """The policy of the coming step: clipping twice is clipping to the smaller norm."""
+        asked = (self._policy.clip_grad_norm, self._engine.gradients.said.clip_norm)
+        return replace(self._policy, clip_grad_norm=min((bound for bound in asked if bound is not None), default=None))
+
+    def _preflight(self, live: Live) -> Exception | None:
+        """What this rank alone can see to be wrong. It is raised after the stats, when all ranks know: one that raised
+        before would leave the others waiting in a collective."""
+        engine = self._engine
+        try:
+            self.refuse_half_way()
+            engine.check_trainables()
+            engine.storage.check_aliases()
+            if live.problem is not None:
+                return live.problem
+            engine.gradients.check()
+            if self._clipper is not None:
+                self._clipper.check(engine.gradients.arrived)
+        except Exception as error:
+            return error
+        return None
+
+    def _settings(self, live: Live) -> dict[str, object]:
+        """What all ranks must have in common at a step."""
+        return {
+            "step": self._engine.count.steps,
+            "loss_scale": self.scaler.scale if self.scaler is not None else None,
+            "policy": repr(self._policy_now),
+            "weights changed from outside": self._changed_hashes(),
+            **live.settings,
+        }
+
+    def _changed_hashes(self) -> dict[str, list[int] | None]:
+        """What was written into weights since the last step: the same on every rank, or shards would mix. Ranks hold
+        different experts under one name, so of those only the name."""
+        params, plan = self._engine.storage.params, self._engine.plan
+        return {
+            fqn: hash_bits(params[fqn].detach().reshape(-1)).tolist() if plan.domain_of(fqn) == DENSE else None
+            for fqn in sorted(self._changed)
+        }
+
+    def _here(self, late: Collection[tuple[int, str]]) -> set[str]:
+        """Late params of this stage, and copies here of a tied weight that was late elsewhere."""
+        roster, mine = self._engine.roster, self._engine.groups.stage
+        found = {fqn for stage, fqn in late if stage == mine}
+        for copies in roster.copies.values():
+            if mine in copies and any((stage, fqn) in late for stage, fqn in copies.items()):
+                found.add(copies[mine])
+        return found
+
+    def _check_agreement(
+        self, totals: Totals, problem: Exception | None, settings: Mapping[str, object], live: Live
+    ) -> None:
+        """Raise on every rank if any of them has a problem or other settings, or if a gradient that must be there is
+        not."""
+        groups = self._engine.groups
+        if not totals.consistent or totals.problems:
+            agree_despite(groups, "optimizer settings", problem, settings)
+            check_alike(groups, self._engine.roster, "is updated", live.tie_settings)
+            raise PlanMismatchError(
+                "ranks called step() with different optimizer settings, which have changed back since."
+            )
+        # A pipeline's loss is scaled where it is known, on the last stage; others have gradients of it.
+        some = any(totals.scaled)
+        for stage, (scaled, unscaled) in enumerate(zip(totals.scaled, totals.unscaled, strict=True)):
+            if unscaled and (scaled or not some):
+                where = f" on {unscaled} ranks" + (f" of stage {stage}" if len(totals.scaled) > 1 else "")
+                raise StateError(
+                    f"step() with loss_scale set, but the loss was not scaled{where}: call "
+                    "optimizer.scale_loss(loss).backward()."
+                )
+        if self._policy.strict_grads and totals.missing:
+            world = self._engine.plan.world
+            names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items()]
+            raise StateError(
+                f"no gradient for {listed(names)}: strict_grads=True expects one for every trainable param. "
+                "Freeze what is unused."
+            )
+
+    def _record(
+        self, totals: Totals, coefficients: Mapping[str, float], reason: str, clipped: Clipped, live: Live
+    ) -> None:
+        """What the step saw and did; raises where that was too much."""
+        engine = self._engine
+        self.stats = StepStats(
+            grad_norm=totals.norm("matrix", "other"),
+            norms={name: totals.norm(name) for name in totals.square_sums},
+            clip_coefficients=coefficients,
+            num_zeros=totals.num_zeros,
+            nonfinite=totals.nonfinite,
+            missing=totals.missing,
+            step=engine.count.steps,
+            skipped=bool(reason),
+            skip_reason=reason,
+            loss_scale=totals.divisors.scale,
+            max_logit=clipped.max_logit,
+            clipped_heads=clipped.heads,
+            nonfinite_logits=clipped.nonfinite,
+            unseen_logits=clipped.unseen,
+            bytes_by_collective=engine.traffic.sent(with_gathers=not reason),
+            products=self.update.products(live.options),
+        )
+        if totals.nonfinite and self._policy.nonfinite == "raise":
+            raise NonFiniteError(
+                f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
+            )
+        self._skips.note(
+            engine.count.steps + 1,
+            reason,
+            overflow=self.scaler is not None and bool(totals.nonfinite),
+            aloud=engine.groups.rank == 0,
+        )

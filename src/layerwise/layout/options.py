@@ -1,0 +1,113 @@
+"""What was asked for about a plan: the one value that goes from `DataParallel`, or the command line, to the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from layerwise.config.layouts import LAYOUTS, Layout
+from layerwise.dtypes import DType
+from layerwise.errors import did_you_mean
+from layerwise.layout.choice import Hardware
+from layerwise.layout.slots import STAGINGS, Staging
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, ParamSync, Reducer
+from layerwise.layout.work import DEFAULT_COHORT_NUMEL
+from layerwise.routing.rules import RouteRule
+from layerwise.units import MIB
+
+DEFAULT_HARDWARE = Hardware()
+
+Memory = Literal["buffers", "params"]
+MEMORIES: tuple[Memory, ...] = ("buffers", "params")
+"""Whose memory a step works in: buffers that we lay out, or that of the params and their `.grad`, as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a model is to be planned, checked one by one. What cannot be combined is refused on the plan that it leads to.
+
+    When collectives are issued, and what is compared while they are, is in no plan: the engine's `Settings` have that.
+    """
+
+    layout: str = "auto"
+    """One of `LAYOUTS`, or "auto", which chooses for every buffer of matrices."""
+    rules: Sequence[RouteRule] | None = None
+    """Routing rules that come before the defaults."""
+    strict: bool = False
+    """Refuse a param of two or more dims that only a fallback rule explains."""
+    grad_dtype: DType = DType.FP32
+    """What gradients are accumulated and reduced in."""
+    bucket_numel: int | None = None
+    """Elements of a bucket; None leaves it to the storage plan."""
+    cohort_numel: int = DEFAULT_COHORT_NUMEL
+    """Elements of matrices per rank that are exchanged together."""
+    reducer: Reducer = "collective"
+    """How gradients are summed."""
+    param_sync: ParamSync = "gather"
+    """How new weights reach all ranks."""
+    shard_grads: bool = False
+    """Release full gradients as soon as they are reduced."""
+    memory: Memory = "buffers"
+    """Whose memory a step works in."""
+    staging: Staging = "slots"
+    """Where the exchange has its staging memory."""
+    hardware: Hardware = DEFAULT_HARDWARE
+    """What layouts are compared by."""
+
+    def __post_init__(self) -> None:
+        resolve_layout(self.layout)
+        if isinstance(self.rules, list):  # nobody appends to it any more
+            object.__setattr__(self, "rules", tuple(self.rules))
+        for name in ("strict", "shard_grads"):
+            check_switch(name, getattr(self, name))
+        if self.grad_dtype is DType.FP64:
+            raise TypeError("grad_dtype is torch.float64: expected one of fp32, bf16, fp16.")
+        if self.bucket_numel is not None and self.bucket_numel < 1:
+            raise ValueError(f"the bucket size must be at least one element, got {self.bucket_numel}.")
+        if self.cohort_numel < 1:
+            raise ValueError(f"the cohort size must be at least one element, got {self.cohort_numel}.")
+        _check_choice("reducer", self.reducer, REDUCERS)
+        _check_choice("param_sync", self.param_sync, PARAM_SYNCS)
+        _check_choice("memory", self.memory, MEMORIES)
+        _check_choice("staging", self.staging, STAGINGS)
+
+
+def resolve_layout(layout: object) -> Layout | Literal["auto"]:
+    """The name of a layout, or an error that says which there are."""
+    names = ("auto", *LAYOUTS)
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be one of {', '.join(names)}, got {layout!r}.")
+    if layout == "auto":
+        return "auto"
+    for known in LAYOUTS:
+        if layout == known:
+            return known
+    raise ValueError(f"layout {layout!r} is unknown." + did_you_mean(layout, names))
+
+
+def bucket_numel_of(bucket_mib: float | None, grad_dtype: DType) -> int | None:
+    """Elements of a bucket of so many MiB of gradients, which is how users say it; None leaves it to the default."""
+    if bucket_mib is None:
+        return None
+    if not (isinstance(bucket_mib, int | float) and math.isfinite(bucket_mib) and bucket_mib > 0):
+        raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}. Leave it out for the default.")
+    return max(1, int(bucket_mib * MIB) // grad_dtype.itemsize)
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise unless an option is on or off."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def _check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(
+            f"{name} must be one of {', '.join(known)}, got {value!r}."
+            + (did_you_mean(value, known) if isinstance(value, str) else "")
+        )
+
+
+DEFAULT_OPTIONS = Options()

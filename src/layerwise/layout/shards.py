@@ -1,0 +1,112 @@
+"""The storage plan's two answers: which spans has rank r, and who holds (copies of) what.
+
+Work, exchange, statistics and memory know shards by this alone. Buckets of flat buffers answer it (`layout/storage.py`),
+and so does what somebody else has cut into boxes (`layout/boxes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from layerwise.config.layouts import WorkPolicy
+from layerwise.layout.spans import Span, numel_in
+from layerwise.routing.matrices import Matrix
+
+Held: TypeAlias = tuple[int, int, int]
+"""(first, stop, numel): each of the ranks [first, stop) holds so many elements of a matrix. Bare, because every matrix
+has a few of them and nothing is quicker to make."""
+
+Ranks: TypeAlias = Sequence[int]
+"""Numbers of ranks in their domain, ascending."""
+
+
+class ShardPlan(Protocol):
+    """Params that are stored together, one shard of them on every rank of their domain."""
+
+    @property
+    def index(self) -> int:
+        """Position among all shard plans of the model."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def domain(self) -> str: ...
+    @property
+    def world(self) -> int:
+        """Ranks of its domain."""
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The params, in backward order."""
+
+    @property
+    def tie(self) -> str:
+        """Name of the tie, where it is the copy of a weight that lives on another pipeline stage too."""
+
+    @property
+    def work(self) -> WorkPolicy: ...
+
+    def param_numel(self, fqn: str) -> int:
+        """Elements of one of the params."""
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of a rank's shard, padding included."""
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """What a rank's shard has of the params, in order."""
+
+    def spans_of(self, fqn: str, rank: int) -> Sequence[Span]:
+        """What it has of one of them."""
+
+    def copies(self, span: Span, rank: int) -> Ranks:
+        """Who holds the elements of this span of that rank; it among them. Copies are cut alike."""
+
+    def ranks_of(self, matrix: Matrix) -> Ranks:
+        """Who holds any of a matrix."""
+
+    def holders(self, matrix: Matrix) -> list[Held]:
+        """How much of a matrix each rank holds, copies counted for each of them; in order of rank."""
+
+    def to_json(self) -> dict[str, object]:
+        """As plain data, for ranks to compare."""
+
+
+class Piece(NamedTuple):
+    """A span that has elements of a matrix, of the first rank that holds it, and all ranks that do."""
+
+    span: Span
+    holders: Ranks
+
+
+def pieces_of(plan: ShardPlan, matrix: Matrix) -> Iterator[Piece]:
+    """The spans that make up a matrix, each once, however many copies there are of it."""
+    for rank in plan.ranks_of(matrix):
+        for span in plan.spans_of(matrix.fqn, rank):
+            holders = plan.copies(span, rank)
+            if holders[0] == rank and numel_in(matrix, span):
+                yield Piece(span, holders)
+
+
+def param_whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:
+    """The ranks that hold all of a matrix's param in one span: what counts for it counts for all matrices of the param,
+    and some params have hundreds."""
+    first = plan.ranks_of(matrix)[0]
+    spans = plan.spans_of(matrix.fqn, first)
+    is_whole = len(spans) == 1 and spans[0].numel == plan.param_numel(matrix.fqn)
+    return plan.copies(spans[0], first) if is_whole else ()
+
+
+def whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:
+    """The ranks that hold a matrix whole."""
+    whole = [(first, stop) for first, stop, numel in plan.holders(matrix) if numel == matrix.rows * matrix.cols]
+    if len(whole) == 1:
+        return range(*whole[0])
+    return tuple(rank for first, stop in whole for rank in range(first, stop))
+
+
+def nearest(ranks: Ranks, to: int) -> int:
+    """Of these ranks the one that is nearest: neighbours share a machine."""
+    if len(ranks) == 1:
+        return ranks[0]
+    return to if to in ranks else min(ranks, key=lambda rank: (abs(rank - to), rank))

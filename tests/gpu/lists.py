@@ -38,17 +38,18 @@ class Guarded:
     """Tensors each with an allocation of its own, or at odd offsets of a common one, with memory around them that must
     stay as it is."""
 
-    def __init__(self, values: Sequence[Tensor], place: str) -> None:
+    def __init__(self, values: Sequence[Tensor], place: str, around: float = 77.0) -> None:
+        self._around = around
         self._all: list[Tensor] = []
         self.views: list[Tensor] = []
         if place == "apart":
             for value in values:
-                self._all.append(torch.full((value.numel() + 8,), 77.0, dtype=value.dtype, device=DEVICE))
+                self._all.append(torch.full((value.numel() + 8,), around, dtype=value.dtype, device=DEVICE))
                 self.views.append(self._all[-1][: value.numel()])
         else:
             gap = 3
             whole = torch.full(
-                (sum(value.numel() + gap for value in values) + gap,), 77.0, dtype=values[0].dtype, device=DEVICE
+                (sum(value.numel() + gap for value in values) + gap,), around, dtype=values[0].dtype, device=DEVICE
             )
             self._all.append(whole)
             offset = gap
@@ -61,8 +62,8 @@ class Guarded:
     def check_around(self) -> None:
         """Uses up the views."""
         for view in self.views:
-            view.fill_(77.0)
-        assert all(bool((whole == 77.0).all()) for whole in self._all)
+            view.fill_(self._around)
+        assert all(bool((whole == self._around).all()) for whole in self._all)
 
 
 def fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def test_a_list_in_one_launch_gets_the_bits_of_its_formula(name: str, count: int
     if name == "adamw":
         given[3] = [tensor.abs() for tensor in given[3]]
     for _ in range(2):  # the second time elsewhere: only pointers are new
-        guarded = [Guarded(tensors, place) for tensors in given]
+        guarded = [Guarded(tensors, place, around=70.0 + role) for role, tensors in enumerate(given)]
         rule(*(one.views for one in guarded))
         expected = [oracle(*entry) for entry in zip(*given, strict=True)]
         for role, one in enumerate(guarded):

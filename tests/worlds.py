@@ -524,8 +524,9 @@ def hash_everything(optimizer: layerwise.Optimizer) -> str:
     storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
     optimizer._engine.publisher.ensure_all()
     tensors: list[Tensor] = []
-    for bucket in storage.shards:
-        tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]
+    tensors += [replica.weights for replica in storage.replicas]
+    for shard in storage.shards:
+        tensors += [shard.weight, shard.master, *(shard.state[name] for name in sorted(shard.state))]
     for param in storage.params.values():
         tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
     frozen = [param for chunk in chunks for param in chunk.parameters() if not param.requires_grad]

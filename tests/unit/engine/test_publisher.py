@@ -44,8 +44,6 @@ def stale(error: Exception | None = None, prefetch: int | None = None) -> tuple[
     model = layerwise.DataParallel(nn.Linear(4, 4, bias=False), prefetch=prefetch)
     (replica,) = model.engine.storage.replicas
     work = Work(replica, error)
-    replica.expect_fresh()
-    replica.shard.version += 1
     with mock.patch.object(Publisher, "_start", return_value=Handle("a gather", replica.weights, (), (work,))):
         model.engine.publisher.begin()
     return model, work

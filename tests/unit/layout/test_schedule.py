@@ -68,7 +68,8 @@ def moves(plan: Plan, work: WorkPlan, cohort: int) -> bool:
     """Whether any rank sends any of a cohort, from the exchange tables."""
     shards = {shard.index: shard for shard in plan.shards}
     tables = [exchange_for(work, shards, cohort, rank) for rank in range(work.world)]
-    there, back = (any(sum(leg.send_splits) for leg in legs) for legs in zip(*((t.there, t.back) for t in tables)))
+    there = any(sum(table.there.send_splits) for table in tables)
+    back = any(sum(table.back.send_splits) for table in tables)
     assert there == back  # in no layout do copies get what no home was sent
     return there
 

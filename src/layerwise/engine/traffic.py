@@ -17,10 +17,10 @@ class Traffic:
 
     def sent(self, *, with_gathers: bool) -> dict[str, int]:
         """Since the step before; with the gathers that a step has made due."""
-        found = dict(self.in_step)
-        for kind, nbytes in self.due.items() if with_gathers else ():
-            found[kind] = found.get(kind, 0) + nbytes  # a sum of counters would leave out kinds that sent nothing
-        return found
+        found = Counter(self.in_step)
+        if with_gathers:
+            found.update(self.due)  # and not `+`: what sent nothing is told too
+        return dict(found)
 
     def close(self) -> None:
         """The step is over."""

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import Layout
 from layerwise.planner.presets import preset
 from layerwise.routing.spec import ParamTable, table_of
 from layerwise.units import format_nbytes

@@ -43,7 +43,7 @@ def measure(width: int, dtype: torch.dtype) -> dict[str, object]:
     optimizer.step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    planned = worst_memory(optimizer._engine.plan, optimizer.schedule, rules)
+    planned = worst_memory(optimizer.plan, optimizer.schedule, rules)
     grads = sum(param.nbytes for param in params)
     return {
         "width": width,

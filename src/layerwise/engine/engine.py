@@ -242,6 +242,7 @@ class Engine:
         """Bring weights up to date, give them memory of their own and take every hook away. The engine is of no use any
         more."""
         self.publisher.ensure_all()
+        self.gradients.when_dropped = lambda: None  # no reduction comes after this
         self.gradients.forget()
         _undo_all(self._undo)
         unhook(self.storage.params.values())

@@ -230,6 +230,18 @@ class StatsPass:
         self._communicator.all_reduce(self.op, vector).wait()
         return self._read(self._parts(vector.cpu()), divisors)
 
+    def meet(self, settings: str) -> bool:
+        """Send these settings and nothing else, where other ranks may be sending all of theirs; whether all are the same."""
+        vector = torch.zeros(self.numel, dtype=torch.float64)
+        parts = self._parts(vector)
+        words = torch.zeros(len(self._senders), HASH_WORDS, dtype=torch.float64)
+        words[self._stage] = torch.tensor(_words(settings), dtype=torch.float64)
+        parts.words.copy_(words.flatten())
+        parts.squared_words.copy_(parts.words.square())
+        vector = vector.to(self._device)
+        self._communicator.all_reduce(self.op, vector).wait()
+        return self._is_consistent(self._parts(vector.cpu()))
+
     def _weights(self, divisors: Divisors) -> Tensor | float:
         """What brings squares of sums that have divisors of their own to the common one."""
         own = [divisors.common / divisors.by_shard[shard.plan.index] for shard, _ in self._pairs]
@@ -254,11 +266,13 @@ class StatsPass:
     def _parts(self, vector: Tensor) -> _Parts:
         return _Parts(*torch.split(vector, list(self._sizes)))
 
-    def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
+    def _is_consistent(self, parts: _Parts) -> bool:
         # All senders of a word sent the same exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from
         # reduced values.
         sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(HASH_WORDS)
-        same = parts.squared_words * sizes == parts.words.square()
+        return bool((parts.squared_words * sizes == parts.words.square()).all())
+
+    def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
         missing = {entry: int(count) for entry, count in zip(self._entries, parts.missing.tolist(), strict=True)}
         return Totals(
             square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
@@ -267,7 +281,7 @@ class StatsPass:
             nonfinite=tuple(self._name(entry) for entry in self._counted(parts.nonfinite)),
             late=frozenset(self._counted(parts.late)),
             nothing_arrived=all(count == self._stage_sizes[stage] for (stage, _), count in missing.items()),
-            consistent=bool(same.all()),
+            consistent=self._is_consistent(parts),
             problems=int(parts.problems),
             scaled=tuple(map(int, parts.scaled.tolist())),
             unscaled=tuple(map(int, parts.unscaled.tolist())),

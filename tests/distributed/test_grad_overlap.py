@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import layerwise
 from layerwise.comm.collectives import Communicator
+from layerwise.layout.storage import GRAD_SLOTS
+from layerwise.planner.report import column_of
 from tests.ranks import raised, run_ranks
 
 
@@ -215,3 +217,32 @@ def test_after_the_error_ranks_are_together_again() -> None:
     for found in run_ranks(2, walk, walks, "flat", pg_timeout_s=10.0):
         assert found[1] != NOTHING
         assert found[2:] == [NOTHING] * 4
+
+
+# ------------------------------------------------------------------------------------------------ gradients that are leased
+
+
+def leased(rank: int, world: int, way: Way) -> tuple[int, int, int]:
+    """Bytes of full gradients: as planned where the wire keeps up, at most, and those that were really there at once."""
+    model, optimizer = built(way)
+    for number in range(3):
+        loss_of(model, rank, number).backward()
+        optimizer.step()
+    found = usual = 0
+    for buffer in model.plan.buffers:
+        ring = model.engine.storage.replicas[buffer.buckets[0].index].ring
+        assert ring is not None
+        slot = max(bucket.numel for bucket in buffer.buckets) * 4
+        usual += min(GRAD_SLOTS, len(buffer.buckets)) * slot
+        found += ring.peak * slot
+    column = column_of(model.plan)
+    return usual, usual + column.at_most_nbytes - column.memory.total, found
+
+
+@pytest.mark.parametrize("reducer", ["collective", "ordered"])
+def test_no_more_full_gradients_are_leased_than_the_plan_has_at_most(reducer: str) -> None:
+    for usual, at_most, found in run_ranks(2, leased, Way("flat", reducer, shard_grads=True)):
+        assert usual < at_most
+        assert found <= at_most
+        # gloo does not know that a reduce-scatter is over before it was waited for.
+        assert reducer == "ordered" or found == at_most

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layerwise
 from layerwise.comm.collectives import Communicator
+from layerwise.engine.arrivals import REMEMBERED
 from layerwise.layout.storage import GRAD_SLOTS
 from layerwise.planner.report import column_of
 from tests.ranks import raised, run_ranks
@@ -91,7 +92,7 @@ def launches(rank: int, world: int, ways: list[Way]) -> list[tuple[int, list[tup
         for way in ways:
             model, optimizer = built(way)
             steps = []
-            for step in range(4):
+            for step in range(REMEMBERED + 3):
                 x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank + 10 * step)).requires_grad_()
                 for _ in range(way.blocks):
                     with model.no_sync():
@@ -133,9 +134,12 @@ def test_all_buckets_are_launched_in_backward_once_one_was_seen(world: int) -> N
             first, *later = steps
             if not way.shard_grads:
                 assert first == (0, buckets), way
+            if way.unused:  # for some rounds it is waited for
+                later = later[REMEMBERED:]
             # Behind all others nobody waits for a bucket that nobody fills; the bias lies among others.
             left = 1 if way.unused == "start" else 0
-            assert later == [(buckets - left, left)] * 3, way
+            assert len(later) > 1
+            assert set(later) == {(buckets - left, left)}, way
 
 
 # ------------------------------------------------------------------------------------------------ rounds that are shifted

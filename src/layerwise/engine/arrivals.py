@@ -26,13 +26,15 @@ class Expected:
 
     What comes in some rounds only, as in a branch, stays expected in between. In a round in which it does not come its
     bucket and those behind it are reduced in `step()`, which takes time and nothing else. What comes less often than once
-    in `REMEMBERED` rounds may be late when it does come, and is reduced again. The first round expects everything once.
+    in `REMEMBERED` rounds may be late when it does come, and is reduced again. The first ones expect everything once, so a
+    param that never comes is waited for as long.
     """
 
     def __init__(self, bucket_of: Mapping[str, int], num_buckets: int) -> None:
         self._bucket_of = bucket_of
         self._num_buckets = num_buckets
-        self._rounds: list[_Round] = []
+        # As if a round before the first had brought everything once: what comes rarely is not late from the start.
+        self._rounds = [_Round(dict.fromkeys(bucket_of, 1), 0)]
         self._number = 0
         self.counts: Mapping[str, int] = {}
         """Gradients of each param that comes."""

@@ -158,6 +158,13 @@ def _count_alike(process_group: dist.ProcessGroup) -> None:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
+def device_of(groups: Groups) -> torch.device:
+    """Where tensors may lie that all ranks exchange."""
+    own: Any = groups.training
+    kinds = ["cpu"] if own is None else [device.type for device in own._device_types]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+
 def check_process_group(process_group: object) -> None:
     """Raise unless a process group (or None) is one that this rank is in."""
     if process_group is None:

@@ -108,6 +108,7 @@ class Stepper:
         self._changed: set[str] = set()
         self._has_checked_replicas = False
         self._is_half_way = False
+        engine.count.steps = 0  # an optimizer before this one may have counted
         self._is_stepping = False
         engine.gradients.when_dropped = _weakly(self)
 

@@ -18,6 +18,7 @@ from layerwise.engine.publisher import Publisher
 from layerwise.memory.replicas import Replica
 from layerwise.memory.stale import outside_transforms
 from layerwise.models.names import named_modules
+from layerwise.models.tracing import never_traced
 
 Replicas = tuple[Replica, ...]
 
@@ -56,7 +57,7 @@ def watch_forward(
         own = inside if isinstance(module, _READ_CHILDREN) else _replicas(module.parameters(recurse=False), replica_of)
         if own:
             asking = module.register_forward_pre_hook(_Asking(own, publisher))
-            publisher.when_learned(asking.remove)
+            publisher.order.when_learned(asking.remove)
             when_released(asking.remove)
             when_released(module.register_forward_pre_hook(_Ensuring(own, publisher, watch_entries)).remove)
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile(module)
@@ -80,6 +81,13 @@ def _ensure(replicas: Replicas, publisher: Publisher) -> None:
         if replica.version != replica.shard.version:
             with scope(f"forward hook for {replica.plan.label}"):
                 outside_transforms(partial(publisher.ensure, replica))
+
+
+@never_traced
+def ensure_compiled(publisher: Publisher) -> None:
+    """Bring up to date whatever compiled code may read."""
+    for replica in publisher.compiled:
+        publisher.ensure(replica)
 
 
 def _nothing(*args: object) -> None:
@@ -111,7 +119,9 @@ class _Ensuring(_Hook):
 
         @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def trace() -> int:
-            publisher.note_compiled(replicas)
+            publisher.compiled.note(replicas)
+            for replica in replicas:
+                publisher.ensure(replica)
             when_traced()
             return 0
 
@@ -129,7 +139,7 @@ class _Asking(_Hook):
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
         if not torch.compiler.is_compiling():
-            self._publisher.ask(self._replicas)
+            self._publisher.order.ask(self._replicas)
 
 
 class _Entry:

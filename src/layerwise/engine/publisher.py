@@ -103,9 +103,10 @@ class Publisher:
 
     @torch.no_grad()
     def ensure(self, replica: Replica) -> None:
-        """Make this rank's replica of a bucket as new as its master."""
+        """Make this rank's replica of a bucket as new as its master, for whatever the current CUDA stream is about to do."""
         if replica.version != replica.shard.version:
             self._catch_up(replica)
+        replica.wait_written()
 
     def _catch_up(self, replica: Replica) -> None:
         self._check_process()
@@ -129,6 +130,7 @@ class Publisher:
             replica = self._storage.replicas[index]
             if replica.version != replica.shard.version:
                 self._catch_up(replica)
+            replica.wait_written()
 
     @torch.no_grad()
     def _launch_to(self, position: int) -> None:
@@ -195,14 +197,15 @@ class Publisher:
             )
 
     def _start(self, replica: Replica, message: Tensor, op: CommOp) -> Handle:
+        """Launch a bucket's gather, in place: the message is this rank's part of where it lands."""
         communicator = self._communicators[replica.plan.domain]
         match replica.plan.publisher:
             case "uneven_all_gather":
-                return communicator.uneven_all_gather(op, replica.weights, replica.plan.shard_numels())
+                return communicator.uneven_all_gather(op, replica.landing, replica.plan.shard_numels())
             case "broadcast":
-                return communicator.broadcast_parts(op, replica.weights, _all_spans(replica.plan))
+                return communicator.broadcast_parts(op, replica.landing, _all_spans(replica.plan))
             case _:
-                return communicator.all_gather(op, message, replica.weights)
+                return communicator.all_gather(op, message, replica.landing)
 
 
 def _all_spans(plan: BucketPlan) -> list[tuple[int, slice]]:

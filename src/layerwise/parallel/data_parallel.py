@@ -232,7 +232,10 @@ class DataParallel(nn.Module):
 
     def ensure(self) -> None:
         """Bring all weights up to date, with `overlap_param_gather`. Reading them does so as well, but with `prefetch` or
-        `align_param_gather` waits for the other ranks to read them too. Call it on every rank."""
+        `align_param_gather` waits for the other ranks to read them too. Call it on every rank.
+
+        Forward on another CUDA stream than the one that brought weights up to date is ordered behind that. What reads them
+        there by itself, outside of any module's forward, calls this on its stream first."""
         self.engine.publisher.ensure_all()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import Layout
 from layerwise.planner.presets import preset
 from layerwise.routing.spec import ParamTable, table_of
 from layerwise.units import format_nbytes
@@ -164,7 +164,7 @@ def memory_nbytes(plan: Plan) -> dict[str, int]:
         states = 1 if buffer.key.family == "matrix" else 2
         for bucket in buffer.buckets:
             for rank in range(plan.world):
-                numel = bucket.shard_numel(bucket.shard_of(rank))
+                numel = bucket.shard_numel(rank)
                 masters[rank] += numel * (0 if buffer.key.dtype is DType.FP32 else DType.FP32.itemsize)
                 moments[rank] += numel * states * DType.FP32.itemsize
     fullest = max(range(plan.world), key=lambda rank: masters[rank] + moments[rank])

@@ -162,8 +162,6 @@ class Arm:
         import torch.distributed as dist
 
         engine = self.model.engine
-        for bucket in engine.storage.shards:
-            bucket.advance()
         dist.barrier()
         began_s = time.perf_counter()
         engine.publisher.begin()

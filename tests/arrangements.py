@@ -170,7 +170,7 @@ class GroupedOracle(Oracle):
                     self.averaged[fqn] = self.averaged[fqn] * coefficient
 
 
-def _named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+def named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """Params by the names that they have on a rank, each tensor once."""
     prefixes = [""] if len(modules) == 1 else [f"{number}." for number in range(len(modules))]
     found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -180,11 +180,11 @@ def _named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
-def _filled(arrangement: Arrangement, stage: int, expert_place: int, wrong: int = 0) -> list[nn.Module]:
+def filled(arrangement: Arrangement, stage: int, expert_place: int, wrong: int = 0) -> list[nn.Module]:
     """A stage's modules with values that depend on what the oracle calls each param; `wrong` makes them others."""
     modules = arrangement.stage_modules(stage)
     with torch.no_grad():
-        for fqn, param in _named(modules).items():
+        for fqn, param in named(modules).items():
             name = arrangement.called(stage, expert_place, fqn)
             is_copy = name == "tied" and stage > 0
             generator = torch.Generator().manual_seed(hash_of(name) + wrong + is_copy)
@@ -198,7 +198,7 @@ def _oracle(arrangement: Arrangement) -> GroupedOracle:
     members: dict[str, list[str]] = {name: [] for name in arrangement.norm_groups}
     for stage in range(arrangement.pp):
         for expert_place in range(arrangement.ep):
-            for fqn, param in _named(_filled(arrangement, stage, expert_place)).items():
+            for fqn, param in named(filled(arrangement, stage, expert_place)).items():
                 name = arrangement.called(stage, expert_place, fqn)
                 if name in params:
                     continue
@@ -215,10 +215,10 @@ def _oracle(arrangement: Arrangement) -> GroupedOracle:
     return GroupedOracle(params, matrices, Hyper(**arrangement.hyper, norm_groups=apart), members=members)
 
 
-def _gradients(arrangement: Arrangement, stage: int, place: int, step: int, micro: int) -> dict[str, Tensor]:
+def gradients_of(arrangement: Arrangement, stage: int, place: int, step: int, micro: int) -> dict[str, Tensor]:
     """What the rank at a place of a stage delivers, by its own names."""
     found = {}
-    for fqn, param in _named(arrangement.stage_modules(stage)).items():
+    for fqn, param in named(arrangement.stage_modules(stage)).items():
         name = arrangement.called(stage, place % arrangement.ep, fqn)
         key = f"{name} {stage}" if name == "tied" else name
         if arrangement.missing and (hash_of(f"{key} {step}") + place) % 3 == 0:
@@ -231,7 +231,7 @@ def _at_place(arrangement: Arrangement, place: int, step: int) -> dict[str, Tens
     """What the ranks of all stages at one data-parallel place deliver together, as the oracle calls it."""
     total: dict[str, Tensor | None] = {}
     for stage in range(arrangement.pp):
-        micros = [_gradients(arrangement, stage, place, step, micro) for micro in range(arrangement.accumulation)]
+        micros = [gradients_of(arrangement, stage, place, step, micro) for micro in range(arrangement.accumulation)]
         for fqn, grad in accumulated(micros).items():
             name = arrangement.called(stage, place % arrangement.ep, fqn)
             before = total.get(name)
@@ -255,7 +255,7 @@ def wrap_stage(
     arrangement: Arrangement, modules: list[nn.Module], layout: str, mesh: DeviceMesh | None
 ) -> layerwise.DataParallel:
     """The rank's part of the model as the library takes it."""
-    copies = [fqn for fqn in _named(modules) if arrangement.is_tied(fqn)] if arrangement.pp > 1 else []
+    copies = [fqn for fqn in named(modules) if arrangement.is_tied(fqn)] if arrangement.pp > 1 else []
     return layerwise.DataParallel(
         modules if arrangement.chunks > 1 else modules[0],
         mesh=mesh,
@@ -277,7 +277,7 @@ def train_arranged(rank: int, world: int, arrangement: Arrangement) -> list[str]
     arguments = {**rules(Hyper(**arrangement.hyper)), "norm_groups": arrangement.norm_groups}
     runs = []
     for layout in arrangement.layouts:
-        model = wrap_stage(arrangement, _filled(arrangement, stage, expert_place, wrong), layout, mesh)
+        model = wrap_stage(arrangement, filled(arrangement, stage, expert_place, wrong), layout, mesh)
         runs.append((layout, model, layerwise.Optimizer(model, **arguments, count_zeros=True)))
 
     def called(fqn: str) -> str:
@@ -285,7 +285,7 @@ def train_arranged(rank: int, world: int, arrangement: Arrangement) -> list[str]
 
     for step in range(arrangement.steps):
         oracle.step([_at_place(arrangement, other, step) for other in range(places)], arrangement.grad_dtype)
-        micros = [_gradients(arrangement, stage, place, step, micro) for micro in range(arrangement.accumulation)]
+        micros = [gradients_of(arrangement, stage, place, step, micro) for micro in range(arrangement.accumulation)]
         found = []
         for layout, model, optimizer in runs:
             for micro, grads in enumerate(micros):

@@ -10,10 +10,15 @@ from random import Random
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from layerwise.config.layouts import LAYOUTS, WorkPolicy
 from layerwise.dtypes import DType
+from layerwise.layout.boxes import BoxShards
+from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import LAYOUTS, PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, plan_storage
+from layerwise.layout.shards import Held, Ranks, ShardPlan
+from layerwise.layout.spans import Span
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, plan_storage
 from layerwise.layout.work import WorkPlan, plan_work
 from layerwise.routing.geometry import Box, collapse
 from layerwise.routing.matrices import Matrix
@@ -186,23 +191,19 @@ def cut_params() -> st.SearchStrategy[tuple[ParamSpec, tuple[Matrix, ...]]]:
 
 @dataclass(frozen=True)
 class Worked:
-    """Storage and the work of one domain, as far as an exchange needs them."""
+    """Shards and the work of one domain, as far as an exchange needs them."""
 
     table: ParamTable
-    buffers: tuple[BufferPlan, ...]
+    shards: tuple[ShardPlan, ...]
     work: WorkPlan
 
     @property
-    def buckets(self) -> dict[int, BucketPlan]:
-        return {bucket.index: bucket for buffer in self.buffers for bucket in buffer.buckets}
+    def by_index(self) -> dict[int, ShardPlan]:
+        return {plan.index: plan for plan in self.shards}
 
 
-@st.composite
-def worked(draw: st.DrawFn, *layouts: str) -> Worked:
-    """Params cut in every way, also in ways that no default rule makes, stored in any layout and assigned over a few
-    ranks."""
-    world = draw(worlds)
-    cuts = draw(st.lists(cut_params(), min_size=1, max_size=5))
+def _cut_model(cuts: Sequence[tuple[ParamSpec, tuple[Matrix, ...]]]) -> tuple[ParamTable, dict[str, Route]]:
+    """Params with names, and their matrices as they were cut."""
     specs, routes = [], {}
     for number, (spec, matrices) in enumerate(cuts):
         fqn = f"w{number}"
@@ -210,7 +211,25 @@ def worked(draw: st.DrawFn, *layouts: str) -> Worked:
         routes[fqn] = Route(
             family="matrix", reason="cut by hand", matrices=tuple(replace(matrix, fqn=fqn) for matrix in matrices)
         )
-    table = ParamTable(tuple(specs))
+    return ParamTable(tuple(specs)), routes
+
+
+def _worked(
+    table: ParamTable, routes: dict[str, Route], shards: Sequence[ShardPlan], world: int, cohort_numel: int
+) -> Worked:
+    work = plan_work(shards, routes, domain="dense", world=world, cohort_numel=cohort_numel)
+    return Worked(table, tuple(shards), work)
+
+
+_COHORTS = st.sampled_from([1, 50, 10_000])
+
+
+@st.composite
+def worked(draw: st.DrawFn, *layouts: str) -> Worked:
+    """Params cut in every way, also in ways that no default rule makes, stored in any layout and assigned over a few
+    ranks."""
+    world = draw(worlds)
+    table, routes = _cut_model(draw(st.lists(cut_params(), min_size=1, max_size=5)))
     buffers = plan_storage(
         table,
         routes,
@@ -218,5 +237,160 @@ def worked(draw: st.DrawFn, *layouts: str) -> Worked:
         layout=draw(st.sampled_from(layouts or LAYOUTS)),
         bucket_numel=draw(st.sampled_from([1, 200, 1000])),
     )
-    work = plan_work(buffers, routes, domain="dense", world=world, cohort_numel=draw(st.sampled_from([1, 50, 10_000])))
-    return Worked(table, buffers, work)
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    return _worked(table, routes, buckets, world, draw(_COHORTS))
+
+
+def random_borders(rng: Random, size: int, parts: int) -> list[int]:
+    """Where each of some parts of an axis begins, and where the last one ends. Parts may be empty."""
+    if rng.random() < 0.5:  # as torch cuts: the first parts are full, the last ones get what is left
+        each = -(-size // parts)
+        return [min(part * each, size) for part in range(parts + 1)]
+    return [0, *sorted(rng.randint(0, size) for _ in range(parts - 1)), size]
+
+
+def random_boxes(rng: Random, shape: tuple[int, ...], world: int) -> tuple[Box, ...]:
+    """A box of a param for every rank: cut along none, one or two dims of a mesh, in copies along another; in every order
+    of the mesh's dims."""
+    first = rng.choice(divisors(world))
+    second = rng.choice(divisors(world // first))
+    sizes = [first, second, world // first // second]
+    cut = dict(zip(rng.sample(range(len(shape)), min(2, len(shape))), rng.sample(range(3), 2), strict=False))
+    borders = {dim: random_borders(rng, shape[dim], sizes[axis]) for dim, axis in cut.items()}
+    boxes = []
+    for place in itertools.product(*map(range, sizes)):
+        ranges = [
+            (borders[dim][place[cut[dim]]], borders[dim][place[cut[dim]] + 1]) if dim in cut else (0, size)
+            for dim, size in enumerate(shape)
+        ]
+        boxes.append(Box(tuple(start for start, _ in ranges), tuple(stop for _, stop in ranges)))
+    return tuple(boxes)
+
+
+POLICIES: tuple[WorkPolicy, ...] = ("stay", "balance", "repeat")
+
+
+@st.composite
+def boxed(draw: st.DrawFn) -> Worked:
+    """Params that somebody else has cut into boxes, with copies, and every policy of work."""
+    world, rng = draw(worlds), Random(draw(st.integers(0, 2**16)))
+    table, routes = _cut_model(draw(st.lists(cut_params(), min_size=1, max_size=4)))
+    shards = [
+        BoxShards(index, "dense", spec.fqn, spec.shape, random_boxes(rng, spec.shape, world), rng.choice(POLICIES))
+        for index, spec in enumerate(table)
+    ]
+    return _worked(table, routes, shards, world, draw(_COHORTS))
+
+
+def _random_intervals(rng: Random, bucket: BucketPlan) -> Intervals:
+    kinds: list[Intervals] = [bucket.shards, Copied(bucket.numel, bucket.world)]
+    kinds.append(Uneven((0, *sorted(rng.randint(0, bucket.numel) for _ in range(bucket.world - 1)), bucket.numel)))
+    if bucket.numel % bucket.world == 0:
+        kinds.append(Equal(bucket.numel, bucket.world))
+    return rng.choice(kinds)
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> Worked:
+    """Buckets of any layout with intervals and policies of work that their layout does not have."""
+    case, rng = draw(worked()), Random(draw(st.integers(0, 2**16)))
+    shards = [
+        replace(bucket, shards=_random_intervals(rng, bucket), work=rng.choice(POLICIES))
+        for bucket in case.shards
+        if isinstance(bucket, BucketPlan)
+    ]
+    routes = {
+        fqn: Route(
+            family="matrix",
+            reason="cut by hand",
+            matrices=tuple(item.matrix for item in case.work.items if item.matrix.fqn == fqn),
+        )
+        for fqn in (param.fqn for param in case.table)
+    }
+    return _worked(case.table, routes, shards, case.work.world, draw(_COHORTS))
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """One param in pieces: each lies with some ranks, whichever, and every rank has its own in an order of its own. No
+    layout is like it: it has everything that a shard plan may have."""
+
+    index: int
+    fqn: str
+    pieces: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """(start, stop, ranks) of the param's elements, in order."""
+    orders: tuple[tuple[int, ...], ...]
+    """Of every rank: in which order it has its pieces."""
+    work: WorkPolicy
+    domain: str = "dense"
+    tie: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"param {self.fqn!r}"
+
+    @property
+    def world(self) -> int:
+        return len(self.orders)
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        return (self.fqn,)
+
+    def shard_numel(self, rank: int) -> int:
+        return sum(span.numel for span in self.spans(rank))
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        found, cursor = [], 0
+        for number in self.orders[rank]:
+            start, stop, ranks = self.pieces[number]
+            if rank in ranks:
+                found.append(Span(self.fqn, None, start, stop, cursor))
+                cursor += stop - start
+        return tuple(found)
+
+    def spans_of(self, fqn: str, rank: int) -> Sequence[Span]:
+        return self.spans(rank)
+
+    def copies(self, span: Span, rank: int) -> Ranks:
+        return next(ranks for start, _, ranks in self.pieces if start == span.start)
+
+    def ranks_of(self, matrix: Matrix) -> Ranks:
+        return tuple(first for first, _, _ in self.holders(matrix))
+
+    def holders(self, matrix: Matrix) -> list[Held]:
+        numels = [
+            sum(matrix.numel_within(start, stop) for start, stop, ranks in self.pieces if rank in ranks)
+            for rank in range(self.world)
+        ]
+        return [(rank, rank + 1, numel) for rank, numel in enumerate(numels) if numel]
+
+
+def _scatter(rng: Random, index: int, spec: ParamSpec, world: int) -> Scattered:
+    borders = list(itertools.accumulate(random_sizes(rng, spec.numel, max_parts=7), initial=0))
+    pieces = tuple(
+        (start, stop, tuple(sorted(rng.sample(range(world), rng.randint(1, world)))))
+        for start, stop in itertools.pairwise(borders)
+    )
+    orders = tuple(tuple(rng.sample(range(len(pieces)), len(pieces))) for _ in range(world))
+    return Scattered(index, spec.fqn, pieces, orders, rng.choice(POLICIES))
+
+
+@st.composite
+def scattered(draw: st.DrawFn) -> Worked:
+    """Params in pieces that lie anywhere, and matrices whose homes are any ranks."""
+    world, rng = draw(worlds), Random(draw(st.integers(0, 2**16)))
+    table, routes = _cut_model(draw(st.lists(cut_params(), min_size=1, max_size=4)))
+    case = _worked(
+        table, routes, [_scatter(rng, index, spec, world) for index, spec in enumerate(table)], world, draw(_COHORTS)
+    )
+    return case if rng.random() < 0.5 else anywhere(case, rng)
+
+
+def anywhere(case: Worked, rng: Random) -> Worked:
+    """The same with homes that no policy chose: any ranks, one or several."""
+    items = [
+        item._replace(homes=tuple(sorted(rng.sample(range(case.work.world), rng.randint(1, case.work.world)))))
+        for item in case.work.items
+    ]
+    return replace(case, work=replace(case.work, items=tuple(items)))

@@ -26,7 +26,7 @@ import layerwise
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError
-from layerwise.memory.storage import ReplicaState
+from layerwise.memory.replicas import ReplicaState
 from tests.reference.oracle import Hyper
 from tests.worlds import hash_of, hash_tensors, rules
 
@@ -235,7 +235,7 @@ class Walk:
 
     def _weights(self) -> str:
         self.met["reads of stale weights"] += any(
-            bucket.replica_state is not ReplicaState.FRESH for bucket in self.model.engine.storage.shards
+            replica.state is not ReplicaState.FRESH for replica in self.model.engine.storage.replicas
         )
         return hash_tensors(self._kept[fqn] for fqn in sorted(self._kept))
 
@@ -270,15 +270,15 @@ class Walk:
             self.optimizer.step()
         except NonFiniteError as error:
             self._note("step", f"NonFiniteError: {error}")
-        stats, buckets = self.optimizer.stats, self.model.engine.storage.shards
-        states = Counter(bucket.replica_state for bucket in buckets)
+        stats, storage = self.optimizer.stats, self.model.engine.storage
+        states = Counter(replica.state for replica in storage.replicas)
         self.met["buckets stale after a step"] += states[ReplicaState.STALE]
         self.met["buckets in flight after a step"] += states[ReplicaState.IN_FLIGHT]
         self.met["skipped steps" if stats.skipped else "steps"] += 1
         held = {}
-        for bucket in buckets:
-            for span in bucket.spans:
-                for name, tensor in {"master": bucket.master, **bucket.state}.items():
+        for shard in storage.shards:
+            for span in shard.spans:
+                for name, tensor in {"master": shard.master, **shard.state}.items():
                     held[f"{name} of {span.fqn}"] = (span.start, span.stop, tensor[span.part].clone())
         self._note("step", replace(stats, bytes_by_collective={}), held)
 
@@ -391,7 +391,7 @@ class Walk:
 
     def _ensure(self, number: int) -> None:
         self.model.ensure()
-        self._note("ensure", {bucket.replica_state for bucket in self.model.engine.storage.shards})
+        self._note("ensure", {replica.state for replica in self.model.engine.storage.replicas})
 
     def _hash(self, number: int) -> None:
         self._note("hash", self._weights())
@@ -400,8 +400,8 @@ class Walk:
         """One weight by a reference that was kept, by one rank alone where it may."""
         fqn = sorted(self._kept)[number % len(self._kept)]
         if self.way.lazy or self._is_alone(number):
-            bucket = self.model.engine.storage.shards[self.model.plan.bucket_of[fqn]]
-            self.met["reads of stale weights"] += bucket.replica_state is not ReplicaState.FRESH
+            replica = self.model.engine.storage.replicas[self.model.plan.bucket_of[fqn]]
+            self.met["reads of stale weights"] += replica.state is not ReplicaState.FRESH
             self._note("read", hash_tensors([self._kept[fqn]]))
         else:
             self._note("read")

@@ -25,6 +25,7 @@ import layerwise
 from layerwise.engine import engine
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
+from layerwise.memory.storage import Storage
 from layerwise.routing.spec import ParamTable
 from tests.reference.oracle import Hyper, Oracle
 
@@ -367,9 +368,9 @@ def _nudge_gradient(everyone: list[list[dict[str, Tensor]]]) -> None:
 
 def nudge_state(model: layerwise.DataParallel) -> None:
     """Move one element of this rank's first momentum by one ulp."""
-    for bucket in model.engine.storage.shards:
-        if bucket.spans and "momentum" in bucket.state:
-            element = bucket.state["momentum"][bucket.spans[0].shard_offset :][:1]
+    for shard in model.engine.storage.shards:
+        if shard.spans and "momentum" in shard.state:
+            element = shard.state["momentum"][shard.spans[0].shard_offset :][:1]
             element.copy_(torch.nextafter(element, torch.full_like(element, float("inf"))))
             return
 
@@ -398,10 +399,10 @@ def reduced_differences(
     model.engine.reducer.finish()
     return [
         f"reduced gradient of {span.fqn}"
-        for bucket in model.engine.storage.shards
-        for span in bucket.spans
+        for shard in model.engine.storage.shards
+        for span in shard.spans
         if not torch.equal(
-            bucket.update[span.shard_offset : span.shard_offset + span.numel],
+            shard.update[span.part],
             oracle.totals[called(span.fqn)].float().reshape(-1)[span.start : span.stop],
         )
     ]
@@ -423,14 +424,13 @@ def differences(
     for fqn, param in model.engine.storage.params.items():
         if not torch.equal(param.detach(), weights[called(fqn)]):
             found.append(f"replica of {fqn}")
-    for bucket in model.engine.storage.shards:
-        for span in bucket.spans:
-            part = slice(span.shard_offset, span.shard_offset + span.numel)
+    for shard in model.engine.storage.shards:
+        for span in shard.spans:
             inside = slice(span.start, span.stop)
-            if not torch.equal(bucket.master[part], oracle.masters[called(span.fqn)].reshape(-1)[inside]):
+            if not torch.equal(shard.master[span.part], oracle.masters[called(span.fqn)].reshape(-1)[inside]):
                 found.append(f"master of {span.fqn}")
             for name, expected in oracle.state[called(span.fqn)].items():
-                if name in bucket.state and not torch.equal(bucket.state[name][part], expected.reshape(-1)[inside]):
+                if name in shard.state and not torch.equal(shard.state[name][span.part], expected.reshape(-1)[inside]):
                     found.append(f"{name} of {span.fqn}")
     found += _home_differences(model, optimizer, oracle, called)
     if optimizer.stats.grad_norm != oracle.grad_norm:
@@ -442,8 +442,8 @@ def differences(
         found.append(f"bytes {dict(optimizer.stats.bytes_by_collective)} against {predicted}")
     engine, steps = model.engine, optimizer.stats.step
     due = {kind: steps * nbytes for kind, nbytes in engine.publisher.due_nbytes.items()}
-    if dict(engine.gathered_nbytes) != due:  # all replicas were read above
-        found.append(f"bytes {dict(engine.gathered_nbytes)} were gathered in {steps} steps, {due} were due")
+    if dict(engine.traffic.gathered) != due:  # all replicas were read above
+        found.append(f"bytes {dict(engine.traffic.gathered)} were gathered in {steps} steps, {due} were due")
     return found
 
 
@@ -464,15 +464,16 @@ def _home_differences(
 def put_together(model: layerwise.DataParallel) -> dict[str, Tensor]:
     """Whole masters, reduced gradients and state by name, from the shards of all ranks of a dense model. Collective."""
     found: dict[str, Tensor] = {}
-    for bucket in model.engine.storage.shards:
-        held = {"gradient": bucket.update, "master": bucket.master, **bucket.state}
-        counts = bucket.plan.num_shards > 1 or model.engine.groups.rank == 0
-        for placement in bucket.plan.placements:
-            span = bucket.span_by_fqn.get(placement.fqn)
-            for name, tensor in held.items():
-                found[f"{name} of {placement.fqn}"] = full = torch.zeros(placement.numel)
-                if span is not None and counts:
-                    full[span.start : span.stop] = tensor[span.part]
+    storage = model.engine.storage
+    for shard in storage.shards:
+        parts = {"gradient": shard.update, "master": shard.master, **shard.state}
+        rank = storage.ranks[shard.plan.domain]
+        for fqn in shard.plan.fqns:
+            for name, tensor in parts.items():
+                found[f"{name} of {fqn}"] = full = torch.zeros(storage.params[fqn].numel())
+                for span in shard.spans_by_fqn.get(fqn, []):
+                    if shard.plan.copies(span, rank)[0] == rank:  # of copies, one counts
+                        full[span.start : span.stop] = tensor[span.part]
     whole = {name: found[name] for name in sorted(found)}
     if dist.is_initialized():
         # Every element has one owner, so a sum is a copy.
@@ -518,14 +519,20 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
+def held(storage: Storage) -> list[Tensor]:
+    """What a rank has of a model, gradients aside: what it reads, masters and state."""
+    tensors = [replica.weights for replica in storage.replicas]
+    for shard in storage.shards:
+        tensors += [shard.weight, shard.master, *(shard.state[name] for name in sorted(shard.state))]
+    return tensors
+
+
 def hash_everything(optimizer: layerwise.Optimizer) -> str:
     """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them. Not of
     how it was asked for: runs with another reducer can be compared."""
     storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
     optimizer._engine.publisher.ensure_all()
-    tensors: list[Tensor] = []
-    for bucket in storage.shards:
-        tensors += [bucket.replica, bucket.master, *(bucket.state[name] for name in sorted(bucket.state))]
+    tensors = held(storage)
     for param in storage.params.values():
         tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
     frozen = [param for chunk in chunks for param in chunk.parameters() if not param.requires_grad]

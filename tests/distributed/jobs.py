@@ -24,6 +24,7 @@ from tests.worlds import (
     hash_everything,
     hash_tensors,
     hash_whole,
+    held,
     net_loss,
     oracle_for,
     rules,
@@ -152,9 +153,9 @@ def _fails(model: layerwise.DataParallel, rank: int, data: list[int], *, sync: b
 
 def _stale_replicas(model: layerwise.DataParallel) -> list[str]:
     return [
-        f"{bucket.plan.label} is stale"
-        for bucket in model.engine.storage.shards
-        if not torch.equal(bucket.replica_shard, bucket.master.to(bucket.replica.dtype))
+        f"{shard.plan.label} is stale"
+        for shard in model.engine.storage.shards
+        if not torch.equal(shard.weight, shard.master.to(shard.weight.dtype))
     ]
 
 
@@ -192,8 +193,8 @@ def real_network_against_oracle(
 def owned(rank: int, world: int, case: Case) -> tuple[int, int]:
     """How many elements this rank owns and how many matrices it is home to."""
     model = wrap(case, case.build())
-    homed = sum(item.home == rank for work in model.plan.works for item in work.items)
-    return sum(span.numel for bucket in model.engine.storage.shards for span in bucket.spans), homed
+    homed = sum(rank in item.homes for work in model.plan.works for item in work.items)
+    return sum(span.numel for shard in model.engine.storage.shards for span in shard.spans), homed
 
 
 def resume(rank: int, world: int, setting: dict[str, Any]) -> tuple[str, str, str]:
@@ -302,6 +303,5 @@ def losses_of_scaling(rank: int, world: int) -> tuple[str, str]:
             )
             optimizer.step()
         model.ensure()
-        buckets = model.engine.storage.shards
-        hashes.append(hash_tensors(tensor for b in buckets for tensor in (b.replica, b.master, *b.state.values())))
+        hashes.append(hash_tensors(held(model.engine.storage)))
     return hashes[0], hashes[1]

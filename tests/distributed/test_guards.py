@@ -183,23 +183,23 @@ class Player:
 def differences(player: Player, reference: Player) -> list[str]:
     """What the library's run holds that the reference's does not: replicas, masters, state."""
     whole = {
-        span.fqn: (bucket, span) for bucket in reference.model.engine.storage.shards for span in bucket.spans
+        span.fqn: (shard, span) for shard in reference.model.engine.storage.shards for span in shard.spans
     }  # every rank holds all of them
     found = [
         f"replica of {fqn}"
         for fqn, param in player.model.engine.storage.params.items()
         if not torch.equal(param, reference.model.engine.storage.params[fqn])
     ]
-    for bucket in player.model.engine.storage.shards:
-        for span in bucket.spans:
+    for shard in player.model.engine.storage.shards:
+        for span in shard.spans:
             other, place = whole[span.fqn]
             part = slice(place.shard_offset + span.start, place.shard_offset + span.stop)
-            if not torch.equal(bucket.master[span.part], other.master[part]):
+            if not torch.equal(shard.master[span.part], other.master[part]):
                 found.append(f"master of {span.fqn}")
             found += [
                 f"{name} of {span.fqn}"
-                for name in bucket.state
-                if not torch.equal(bucket.state[name][span.part], other.state[name][part])
+                for name in shard.state
+                if not torch.equal(shard.state[name][span.part], other.state[name][part])
             ]
     return found
 

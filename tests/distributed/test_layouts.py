@@ -289,8 +289,8 @@ def sums_of_twins(rank: int, world: int) -> tuple[bool, bool]:
                     deliver(model, grads, sync=True)
                 optimizer.step()
             # AdamW leaves the averages as they are, Muon what it orthogonalises.
-            adam = [bucket for bucket in model.engine.storage.shards if "exp_avg" in bucket.state]
-            sums.append(torch.cat([bucket.update for bucket in adam]))
+            adam = [shard for shard in model.engine.storage.shards if "exp_avg" in shard.state]
+            sums.append(torch.cat([shard.update for shard in adam]))
         found.append(torch.equal(2 * sums[0], sums[1]))
     return found[0], found[1]
 
@@ -313,7 +313,7 @@ def slots_used(rank: int, world: int, layout: str, accumulation: int, overlap: b
         optimizer.step()
     found = []
     for buffer in model.plan.buffers:
-        ring = model.engine.storage.shards[buffer.buckets[0].index].ring
+        ring = model.engine.storage.replicas[buffer.buckets[0].index].ring
         assert ring is not None
         found.append((len(buffer.buckets), ring.peak, len(ring.tensors), len(ring._leased)))
     return found
@@ -349,11 +349,11 @@ def bytes_held(rank: int, world: int, layout: str, shard_grads: bool) -> tuple[i
     shapes = {fqn: param.shape for fqn, param in storage.params.items()}
     deliver(model, {fqn: gradient(fqn, shape, rank, 0, 0) for fqn, shape in shapes.items()}, sync=True)
     optimizer.step()
-    rings = {id(bucket.ring): bucket.ring for bucket in storage.shards if bucket.ring is not None}
+    rings = {id(replica.ring): replica.ring for replica in storage.replicas if replica.ring is not None}
     slots = [slot for ring in rings.values() for slot in ring.tensors]
     assert len(slots) <= GRAD_SLOTS * len(rings)
-    full = sum(bucket.plan.numel for bucket in storage.shards)
-    mine = sum(bucket.plan.shard_numel(rank) for bucket in storage.shards)
+    full = sum(replica.plan.numel for replica in storage.replicas)
+    mine = sum(shard.plan.shard_numel(rank) for shard in storage.shards)
     return storage.nbytes(), 4 * full, 4 * mine, sum(slot.nbytes for slot in slots)
 
 

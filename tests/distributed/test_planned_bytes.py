@@ -76,19 +76,20 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots: int) -> Memory:
     """What this rank really holds. A category has what no category before it has: some memory is two things at once."""
-    buckets = model.engine.storage.shards
-    home_state = [tensor for tensors in optimizer._update._home_state.values() for tensor in tensors.values()]
+    shards, replicas = model.engine.storage.shards, model.engine.storage.replicas
+    home_state = [tensor for tensors in optimizer._stepper.update._home_state.values() for tensor in tensors.values()]
     frozen = [param for param in model.parameters() if not param.requires_grad]
-    rings = [bucket.ring for bucket in buckets if bucket.ring is not None]
+    rings = [replica.ring for replica in replicas if replica.ring is not None]
     held: list[Iterable[Tensor]] = [
-        [*(bucket.replica for bucket in buckets), *frozen],
+        [*(replica.weights for replica in replicas), *(shard.weight for shard in shards), *frozen],
         [
-            *(bucket.grad for bucket in buckets if bucket.grad is not None),
-            *(tensor for bucket in buckets for tensor in (bucket.grad_shard, bucket.update)),
+            *(replica.grad for replica in replicas if replica.grad is not None),
+            *(replica.grad_shard for replica in replicas),
+            *(shard.update for shard in shards),
             *(tensor for ring in rings for tensor in ring.tensors),
         ],
-        [bucket.master for bucket in buckets],
-        [*(tensor for bucket in buckets for tensor in bucket.state.values()), *home_state],
+        [shard.master for shard in shards],
+        [*(tensor for shard in shards for tensor in shard.state.values()), *home_state],
     ]
     seen: dict[int, int] = {}
     totals = []
@@ -134,13 +135,13 @@ class Watch:
 @contextmanager
 def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
     """See everything that is sent or received by an all-to-all, the batches of matrices, and what becomes of them."""
-    buckets = model.engine.storage.shards
-    own = [bucket.grad for bucket in buckets if bucket.grad is not None]
+    replicas = model.engine.storage.replicas
+    own = [replica.grad for replica in replicas if replica.grad is not None]
     watch = Watch(storages(own), limit)
     all_to_all, unpack, direction = Communicator.all_to_all, Cohort.unpack, Update._direction
 
     def seen_all_to_all(self: Any, op: Any, send: Tensor, receive: Tensor, *splits: Any) -> Handle:
-        rings = [bucket.ring for bucket in buckets if bucket.ring is not None]
+        rings = [replica.ring for replica in replicas if replica.ring is not None]
         leased = storages(tensor for ring in rings for tensor in ring.tensors)
         if op.phase in ("exchange", "return"):  # in slots, which are counted as they are
             return all_to_all(self, op, send, receive, *splits)
@@ -148,7 +149,7 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
         return all_to_all(self, op, send, receive, *splits)
 
     # A wire as fast as backward: a bucket's reduction is over when the next bucket of its buffer has filled.
-    buffer_of = {f"of {bucket.plan.label}": bucket.plan.buffer for bucket in buckets}
+    buffer_of = {f"of {replica.plan.label}": replica.plan.buffer for replica in replicas}
     newest: dict[int, str] = {}
     check = Communicator._check
 
@@ -181,16 +182,16 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
 
 def enlarge(model: layerwise.DataParallel, what: str) -> None:
     """Hold more than any plan says."""
-    bucket = model.engine.storage.shards[0]
+    shard, replica = model.engine.storage.shards[0], model.engine.storage.replicas[0]
     match what:
         case "params":
-            bucket.replica = bucket.replica.repeat(2)
+            replica.weights = replica.weights.repeat(2)
         case "grads":
-            bucket.update = bucket.update.repeat(2)
+            shard.update = shard.update.repeat(2)
         case "masters":
-            bucket.master = bucket.master.repeat(2)
+            shard.master = shard.master.repeat(2)
         case "state":
-            bucket.state["more"] = torch.zeros_like(bucket.master)
+            shard.state["more"] = torch.zeros_like(shard.master)
 
 
 @contextmanager
@@ -209,16 +210,16 @@ def sabotaged(optimizer: layerwise.Optimizer, what: str) -> Iterator[None]:
 
                 stack.enter_context(mock.patch.object(Cohort, "unpack", hoarding))
             case "ring":  # a slot is larger than any passage
-                slots = optimizer._update.slots
+                slots = optimizer._stepper.update.slots
                 slots.plan = slots.plan._replace(own_nbytes=slots.plan.own_nbytes + 64)
             case "bytes":
-                apply = Update.apply
+                average = Update.average
 
                 def wordy(self: Any, *args: Any) -> None:
                     optimizer._engine.everyone._count("all_reduce", 4)
-                    apply(self, *args)
+                    average(self, *args)
 
-                stack.enter_context(mock.patch.object(Update, "apply", wordy))
+                stack.enter_context(mock.patch.object(Update, "average", wordy))
         yield
 
 
@@ -238,7 +239,7 @@ def differences(
         found.append("bytes: two ways to add up the schedule")
     if optimizer.schedule != schedule:
         found.append("the optimizer has another schedule than was planned")
-    slots = optimizer._update.slots
+    slots = optimizer._stepper.update.slots
     come_and_go = planned.slots - slots.plan.own_nbytes
     with sabotaged(optimizer, setup.sabotage), watched(model, come_and_go) as watch:
         for step in range(2):
@@ -256,7 +257,9 @@ def differences(
         if name != "total" and not fits:
             found.append(f"{name}: holds {really[name]}, planned {nbytes}")
     model.free_buffers()
-    if slots.nbytes or any(ring.tensors for ring in {bucket.ring for bucket in model.engine.storage.shards} if ring):
+    if slots.nbytes or any(
+        ring.tensors for ring in {replica.ring for replica in model.engine.storage.replicas} if ring
+    ):
         found.append("slots: some were not freed")
     return [f"rank {rank} {setup}: {text}" for text in found]
 

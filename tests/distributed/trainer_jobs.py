@@ -127,6 +127,6 @@ def unplanned_bytes(rank: int, world: int, config: TrainConfig, steps: int = 3) 
             found.append(f"rank {rank} step {step}: sent {sent}, planned {planned}")
     run.model.ensure()
     due = {kind: steps * nbytes for kind, nbytes in engine.publisher.due_nbytes.items()}
-    if dict(engine.gathered_nbytes) != due:
-        found.append(f"rank {rank}: gathered {dict(engine.gathered_nbytes)}, due {due}")
+    if dict(engine.traffic.gathered) != due:
+        found.append(f"rank {rank}: gathered {dict(engine.traffic.gathered)}, due {due}")
     return found

@@ -33,13 +33,12 @@ def shards_after_training(
         optimizer.step()
     found: dict[str, dict[str, Tensor]] = {"replica": {}, "master": {}, "momentum": {}, "exp_avg": {}}
     found["replica"] = {fqn: param.detach().cpu() for fqn, param in model.engine.storage.params.items()}
-    for bucket in model.engine.storage.shards:
-        for span in bucket.spans:
-            part = slice(span.shard_offset, span.shard_offset + span.numel)
+    for shard in model.engine.storage.shards:
+        for span in shard.spans:
             key = f"{span.fqn} {span.start} {span.stop}"
-            found["master"][key] = bucket.master[part].cpu()
-            for name, tensor in bucket.state.items():
-                found.setdefault(name, {})[key] = tensor[part].cpu()
+            found["master"][key] = shard.master[span.part].cpu()
+            for name, tensor in shard.state.items():
+                found.setdefault(name, {})[key] = tensor[span.part].cpu()
     return found
 
 

@@ -14,8 +14,8 @@ from layerwise.engine import stats
 from layerwise.engine.engine import Engine
 from layerwise.engine.policy import GradientPolicy
 from layerwise.engine.stats import StatsPass
+from layerwise.engine.step import Live, Stepper
 from layerwise.layout.schedule import CommOp
-from layerwise.optim.optimizer import Optimizer
 from layerwise.routing.spec import DENSE, EXPERT
 from tests import worlds
 from tests.arrangements import Arrangement
@@ -175,15 +175,15 @@ def skip_together(rank: int, world: int) -> list[str]:
 
 def owners_decide(rank: int) -> Any:
     def local(real: Callable[..., None]) -> Callable[..., None]:
-        def finish(self: Optimizer, *given: Any) -> None:
-            owns = any(bucket.spans for bucket in self._engine.storage.shards)
+        def step(self: Stepper, live: Live) -> None:
+            owns = any(shard.spans for shard in self._engine.storage.shards)
             goes_on = mock.patch.object(GradientPolicy, "skip_reason", return_value="")
             with nullcontext() if owns else goes_on:
-                real(self, *given)
+                real(self, live)
 
-        return finish
+        return step
 
-    return in_place_of(Optimizer, "_finish", local)
+    return in_place_of(Stepper, "step", local)
 
 
 CASES = (

@@ -30,9 +30,9 @@ from layerwise.layout import slots as layout_slots
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp
 from layerwise.layout.slots import IdleRun, idle_runs
+from layerwise.memory.replicas import Replica, ReplicaState
 from layerwise.memory.slots import Slots
 from layerwise.memory.stale import StaleGuard
-from layerwise.memory.storage import Bucket, ReplicaState
 from layerwise.parallel import data_parallel
 from tests import worlds
 from tests.arrangements import Arrangement
@@ -46,7 +46,7 @@ from tests.regressions.cases import (
     differ_between_ranks,
     in_place_of,
 )
-from tests.regressions.publishing import SHARDED, published_early
+from tests.regressions.publishing import SHARDED, every_bucket, published_early
 from tests.regressions.transports import LateWork, late_gathers, lending_all_to_alls
 from tests.worlds import Hyper, Net, anywhere, net_loss, rules
 
@@ -66,7 +66,7 @@ class Run:
         self.model = layerwise.DataParallel(self.module, bucket_mib=bucket_mib, **options)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper()))
         self.publisher = self.model.engine.publisher
-        self.buckets = self.model.engine.storage.shards
+        self.replicas = self.model.engine.storage.replicas
 
     def learn(self, step: int) -> None:
         """One forward and one backward."""
@@ -81,14 +81,14 @@ class Run:
         return {fqn: param.detach().clone() for fqn, param in self.module.named_parameters()}
 
     def unmarked(self) -> list[str]:
-        return [f"{bucket.plan.label} is not marked fresh" for bucket in self.buckets if not _is_fresh(bucket)]
+        return [f"{replica.plan.label} is not marked fresh" for replica in self.replicas if not _is_fresh(replica)]
 
     def in_flight(self) -> int:
-        return sum(bucket.replica_state is ReplicaState.IN_FLIGHT for bucket in self.buckets)
+        return sum(replica.state is ReplicaState.IN_FLIGHT for replica in self.replicas)
 
 
-def _is_fresh(bucket: Bucket) -> bool:
-    return bucket.replica_state is ReplicaState.FRESH
+def _is_fresh(replica: Replica) -> bool:
+    return replica.state is ReplicaState.FRESH
 
 
 def _unlike(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> list[str]:
@@ -274,8 +274,7 @@ def staging_is_let_go(rank: int, world: int) -> list[str]:
                 found.append(f"rank {rank}: {_alive_nbytes() - most} bytes more after two more steps")
             if step % 2:
                 run.model.free_buffers()
-        slots = run.model.engine.slots
-        if slots is None or not slots.plan.own_nbytes:
+        if not run.optimizer._stepper.update.slots.plan.own_nbytes:
             found.append("the scene has no staging memory")
         if (left := _alive_nbytes() - alive) > 0:
             found.append(f"rank {rank}: {left} bytes are still held after free_buffers()")
@@ -331,8 +330,8 @@ def gradients_are_left_alone(rank: int, world: int) -> list[str]:
 
 def _staged_in_gradients(rank: int, world: int) -> list[str]:
     def also(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
-        slots = model.engine.slots
-        if slots is None or not slots._borrowed:
+        slots = optimizer._stepper.update.slots
+        if not slots._borrowed:
             return ["in the scene no gradients are leased"]
         return ["leased gradients are not zero again"] if any(slot.any() for slot in slots._borrowed) else []
 
@@ -353,12 +352,12 @@ def _gathers_beside_gradients(rank: int) -> list[str]:
                 for one in (twin, run):
                     one.learn(step)
                     one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
-                    before = [_copy_of(bucket.grad) for bucket in one.buckets]
+                    before = [_copy_of(replica.grad) for replica in one.replicas]
                     one.model.ensure()
-                    after = [_copy_of(bucket.grad) for bucket in one.buckets]
+                    after = [_copy_of(replica.grad) for replica in one.replicas]
                     found += [
-                        f"rank {rank} step {step} {layout}: the gradient memory of {bucket.plan.label} was written by a gather"
-                        for bucket, was, now in zip(one.buckets, before, after, strict=True)
+                        f"rank {rank} step {step} {layout}: the gradient memory of {replica.plan.label} was written by a gather"
+                        for replica, was, now in zip(one.replicas, before, after, strict=True)
                         if not torch.equal(was, now)
                     ]
                     one.optimizer.step()
@@ -377,17 +376,17 @@ def through_gradients(rank: int) -> Any:
     """Params are received in the gradient buffer, and copied out when they are there."""
 
     def staged(real: Callable[..., Handle]) -> Callable[..., Handle]:
-        def start(self: Publisher, bucket: Bucket, op: CommOp) -> Handle:
-            replica, staging = bucket.replica, bucket.grad
+        def start(self: Publisher, replica: Replica, message: Tensor, op: CommOp) -> Handle:
+            weights, staging = replica.weights, replica.grad
             if staging is None or not self.overlap:
-                return real(self, bucket, op)
-            staging.copy_(replica)
-            bucket.replica = staging
+                return real(self, replica, message, op)
+            staging.copy_(weights)
+            replica.weights = staging
             try:
-                handle = real(self, bucket, op)
+                handle = real(self, replica, message, op)
             finally:
-                bucket.replica = replica
-            return handle.followed_by(lambda: replica.copy_(staging), replica)
+                replica.weights = weights
+            return handle.followed_by(lambda: weights.copy_(staging), weights)
 
         return start
 
@@ -428,19 +427,19 @@ def gathers_know_no_autograd(rank: int, world: int) -> list[str]:
     modes: list[bool] = []
 
     def noting(real: Callable[..., Handle]) -> Callable[..., Handle]:
-        def start(self: Publisher, bucket: Bucket, op: CommOp) -> Handle:
+        def start(self: Publisher, replica: Replica, message: Tensor, op: CommOp) -> Handle:
             modes.append(torch.is_grad_enabled())
-            return real(self, bucket, op)
+            return real(self, replica, message, op)
 
         return start
 
     def act(run: Run, step: int) -> list[str]:
         found = [f"rank {rank} step {step}: a gather was started with autograd on"] if any(modes) else []
-        replicas = [bucket.replica for bucket in run.buckets]
+        replicas = [replica.weights for replica in run.replicas]
         found += (
             [f"rank {rank} step {step}: a replica is part of a graph"] if any(t.requires_grad for t in replicas) else []
         )
-        left = sum(not _is_fresh(bucket) for bucket in run.buckets)
+        left = sum(not _is_fresh(replica) for replica in run.replicas)
         if not left:
             found.append("in the scene nothing is left to forward")
         run.module(torch.ones(1, 6)).sum()  # with autograd
@@ -464,11 +463,11 @@ def through_params(rank: int) -> Iterator[None]:
     """New weights are written to the params, not to the replicas below them."""
 
     def written(real: Callable[..., None]) -> Callable[..., None]:
-        def land(self: Publisher, bucket: Bucket) -> None:
-            real(self, bucket)
-            for placement in bucket.plan.placements:
+        def land(self: Publisher, replica: Replica) -> None:
+            real(self, replica)
+            for placement in replica.plan.placements:
                 param = self._storage.params[placement.fqn]
-                param.copy_(self._storage.view_in(bucket.replica, placement.fqn).clone())
+                param.copy_(self._storage.view_in(replica.weights, placement.fqn).clone())
 
         return land
 
@@ -529,15 +528,15 @@ def marks_and_does_not_wait(rank: int) -> Any:
 
 
 def _mark_all(publisher: Publisher) -> None:
-    for bucket in publisher._storage.shards:
-        if not _is_fresh(bucket):
-            _mark(publisher, bucket)
+    for replica in publisher._storage.replicas:
+        if not _is_fresh(replica):
+            _mark(publisher, replica)
 
 
-def _mark(publisher: Publisher, bucket: Bucket) -> None:
+def _mark(publisher: Publisher, replica: Replica) -> None:
     """A bucket as if it had been waited for."""
-    bucket.land()
-    publisher._guards[bucket.plan.index].disarm()
+    replica.land()
+    publisher._guards[replica.plan.index].disarm()
 
 
 def waits_and_does_not_copy(rank: int) -> Any:
@@ -667,7 +666,7 @@ def every_reader_sees_new_weights(rank: int, world: int) -> list[str]:
         twin.train(step)
         with late_gathers():
             run.train(step)
-            found = [] if run.in_flight() == len(run.buckets) else ["in the scene some gathers are not pending"]
+            found = [] if run.in_flight() == len(run.replicas) else ["in the scene some gathers are not pending"]
             found += _unlike(read(run), read(twin), f"rank {rank}: {way}")
             run.model.ensure()
         if anywhere(found):
@@ -677,11 +676,11 @@ def every_reader_sees_new_weights(rank: int, world: int) -> list[str]:
 
 def evaluation_skips_the_landing(rank: int) -> Any:
     def skipping(real: Callable[..., None]) -> Callable[..., None]:
-        def ensure(self: Publisher, bucket: Bucket) -> None:
-            if torch.is_grad_enabled() or _is_fresh(bucket):
-                real(self, bucket)
+        def ensure(self: Publisher, replica: Replica) -> None:
+            if torch.is_grad_enabled() or _is_fresh(replica):
+                real(self, replica)
             else:
-                _mark(self, bucket)
+                _mark(self, replica)
 
         return ensure
 
@@ -774,7 +773,7 @@ def dense_before_experts(rank: int) -> Any:
     def is_experts(update: Update, cohorts: Sequence[Any], *rest: Any) -> bool:
         return any(cohort._work_plan.domain == "expert" for cohort in cohorts)
 
-    return published_early(lambda update: list(update._buckets), "_orthogonalise", is_experts)
+    return published_early(every_bucket, "_walk", is_experts)
 
 
 def one_setting(rank: int, world: int) -> list[str]:

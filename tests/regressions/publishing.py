@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,11 +17,15 @@ from torch import Tensor
 import layerwise
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
+from layerwise.engine.engine import Engine
 from layerwise.engine.publisher import Publisher
+from layerwise.engine.step import Live, Stepper
 from layerwise.engine.update import Update
+from layerwise.layout.intervals import Uneven
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp
-from layerwise.memory.storage import Bucket, ReplicaState
+from layerwise.memory.replicas import Replica
+from layerwise.memory.shards import Shard
 from tests import worlds
 from tests.arrangements import Arrangement, Stage
 from tests.regressions.cases import (
@@ -102,8 +107,8 @@ def point_to_point(rank: int) -> Any:
 
 def owners_only(rank: int) -> Any:
     def skipping(real: Callable[..., Handle]) -> Callable[..., Handle]:
-        def start(self: Publisher, bucket: Bucket, op: CommOp) -> Handle:
-            return real(self, bucket, op) if bucket.spans else Handle(op.label, bucket.replica)
+        def start(self: Publisher, replica: Replica, message: Tensor, op: CommOp) -> Handle:
+            return real(self, replica, message, op) if replica.shard.spans else Handle(op.label, replica.weights)
 
         return start
 
@@ -133,9 +138,10 @@ def owners_of_nothing(rank: int, world: int) -> list[str]:
 
 def message_in_grad_dtype(rank: int) -> Any:
     def widened(real: Callable[..., Handle]) -> Callable[..., Handle]:
-        def start(self: Publisher, bucket: Bucket, op: CommOp) -> Handle:
-            message = bucket if bucket.spans else replace(bucket, replica=bucket.replica.float())
-            return real(self, message, op)
+        def start(self: Publisher, replica: Replica, message: Tensor, op: CommOp) -> Handle:
+            if not replica.shard.spans:
+                replica, message = replace(replica, weights=replica.weights.float()), message.float()
+            return real(self, replica, message, op)
 
         return start
 
@@ -151,7 +157,7 @@ def first_owns_nothing(rank: int, world: int) -> list[str]:
     """
 
     def also(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
-        numels = [bucket.shard_numels() for bucket in model.plan.buckets if bucket.borders]
+        numels = [bucket.shard_numels() for bucket in model.plan.buckets if isinstance(bucket.shards, Uneven)]
         return [] if any(sizes[0] == 0 for sizes in numels) else ["in the scene rank 0 owns some of every bucket"]
 
     case = worlds.Case(shapes=[(4, 4), (4, 5), (4, 6)], layout="compact", bucket_mib=1e-5, steps=2)
@@ -173,14 +179,14 @@ def first_speaks_for_all(rank: int) -> Any:
 
 def _fresh(domain: str) -> Callable[[layerwise.DataParallel, layerwise.Optimizer], list[str]]:
     def also(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
-        buckets = [bucket for bucket in model.engine.storage.shards if bucket.plan.domain == domain]
-        found = [f"the scene has several ranks in domain {domain}" for bucket in buckets if bucket.plan.world > 1]
+        replicas = [replica for replica in model.engine.storage.replicas if replica.plan.domain == domain]
+        found = [f"the scene has several ranks in domain {domain}" for replica in replicas if replica.plan.world > 1]
         found += [
-            f"{bucket.plan.label} is not marked fresh"
-            for bucket in buckets
-            if bucket.replica_version != bucket.master_version
+            f"{replica.plan.label} is not marked fresh"
+            for replica in replicas
+            if replica.version != replica.shard.version
         ]
-        return found if buckets else [f"the scene has no params of domain {domain}"]
+        return found if replicas else [f"the scene has no params of domain {domain}"]
 
     return also
 
@@ -213,8 +219,8 @@ def _for_one_rank(owner: Any, name: str, instead: Callable[..., Any] = lambda re
 
     def made(real: Callable[..., Any]) -> Callable[..., Any]:
         def method(*given: Any) -> Any:
-            bucket = given[-1]  # of the publisher's methods, or the bucket's own
-            return instead(real, *given) if bucket.plan.world == 1 else real(*given)
+            one = given[-1]  # of the publisher's methods, or the replica's or shard's own
+            return instead(real, *given) if one.plan.world == 1 else real(*given)
 
         return method
 
@@ -224,23 +230,23 @@ def _for_one_rank(owner: Any, name: str, instead: Callable[..., Any] = lambda re
 @contextmanager
 def alone_so_nothing(rank: int) -> Iterator[None]:
     with (
-        _for_one_rank(Bucket, "refresh_replica_shard"),
-        _for_one_rank(Bucket, "launch"),
+        _for_one_rank(Shard, "round_master"),
+        _for_one_rank(Replica, "launch"),
         _for_one_rank(Publisher, "_land"),
     ):
         yield
 
 
 def alone_never_fresh(rank: int) -> Any:
-    def instead(real: Callable[..., None], bucket: Bucket) -> None:
-        real(bucket)
-        bucket.replica_version -= 1
+    def instead(real: Callable[..., None], replica: Replica) -> None:
+        real(replica)
+        replica.version -= 1
 
-    return _for_one_rank(Bucket, "land", instead)
+    return _for_one_rank(Replica, "land", instead)
 
 
 def alone_so_fresh(rank: int) -> Any:
-    return _for_one_rank(Bucket, "refresh_replica_shard")
+    return _for_one_rank(Shard, "round_master")
 
 
 # ------------------------------------------------------------------------------------------------ two rules in one step
@@ -273,9 +279,7 @@ def each_rule_gathers(rank: int) -> Any:
         def begin(self: Publisher) -> None:
             real(self)
             self.ensure_all()
-            for bucket in self._storage.shards:  # the second rule knows nothing of the first one's gathers
-                bucket.launched_version = bucket.replica_version = bucket.master_version - 1
-            real(self)
+            real(self)  # the second rule knows nothing of the first one's gathers
 
         return begin
 
@@ -317,46 +321,44 @@ def replicas_of_later_chunks(rank: int, world: int) -> list[str]:
     return []
 
 
-def published_early(chosen: Callable[[Update], list[Bucket]], name: str, is_later: Callable[..., bool]) -> Any:
+def published_early(chosen: Callable[[Engine], list[int]], name: str, is_later: Callable[..., bool]) -> Any:
     """Calls of the update's method `name` that are for later are put off; the chosen buckets are published before them,
     and all others afterwards."""
 
     def early(real: Callable[..., None]) -> Callable[..., None]:
-        def apply(self: Update, *given: Any) -> None:
+        def step(self: Stepper, live: Live) -> None:
+            update, publisher, first = self.update, self._engine.publisher, chosen(self._engine)
+            method, orthogonalise, begin = getattr(update, name), update.orthogonalise, publisher.begin
+            left = [index for index in publisher._order if index not in first]
             later: list[tuple[Any, ...]] = []
-            method = getattr(self, name)
 
             def put_off(*args: Any) -> None:
-                later.append(args) if is_later(self, *args) else method(*args)
+                later.append(args) if is_later(update, *args) else method(*args)
 
-            with mock.patch.object(self, name, put_off):
-                real(self, *given)
-            _publish_only(self._engine.publisher, chosen(self))
-            with self.slots.open():
-                for args in later:
-                    method(*args)
+            def orthogonalise_and_publish(*given: Any) -> None:
+                with mock.patch.object(update, name, put_off):
+                    orthogonalise(*given)
+                _publish_only(publisher, first, begin)
+                publisher.ensure_all()
+                with update.slots.open():
+                    for args in later:
+                        method(*args)
 
-        return apply
+            with (
+                mock.patch.object(update, "orthogonalise", orthogonalise_and_publish),
+                mock.patch.object(publisher, "begin", partial(_publish_only, publisher, left, begin)),
+            ):
+                real(self, live)
 
-    def rest(real: Callable[..., None]) -> Callable[..., None]:
-        def begin(self: Publisher) -> None:
-            left = [bucket for bucket in self._storage.shards if bucket.replica_state is not ReplicaState.FRESH]
-            _in_order(self, [bucket.plan.index for bucket in left], lambda: real(self))
+        return step
 
-        return begin
-
-    stack = ExitStack()
-    stack.enter_context(in_place_of(Publisher, "begin", rest))
-    stack.enter_context(in_place_of(Update, "apply", early))
-    return stack
+    return in_place_of(Stepper, "step", early)
 
 
-def _publish_only(publisher: Publisher, buckets: list[Bucket]) -> None:
-    def publish() -> None:
-        publisher._launched = 0
-        publisher.ensure_all()
-
-    _in_order(publisher, [bucket.plan.index for bucket in buckets], publish)
+def _publish_only(publisher: Publisher, buckets: list[int], begin: Callable[[], None]) -> None:
+    storage = publisher._storage
+    with mock.patch.object(storage, "shards", tuple(storage.shards[index] for index in buckets)):
+        _in_order(publisher, buckets, begin)
 
 
 def _in_order(publisher: Publisher, order: list[int], action: Callable[[], None]) -> None:
@@ -369,7 +371,11 @@ def _in_order(publisher: Publisher, order: list[int], action: Callable[[], None]
 
 
 def before_the_second_rule(rank: int) -> Any:
-    return published_early(lambda update: list(update._buckets), "_elementwise", _is_for_others)
+    return published_early(every_bucket, "_elementwise", _is_for_others)
+
+
+def every_bucket(engine: Engine) -> list[int]:
+    return [bucket.index for bucket in engine.plan.buckets]
 
 
 def _is_for_others(update: Update, index: int, *rest: Any) -> bool:
@@ -381,11 +387,11 @@ def _is_matrices(plan: Plan, index: int) -> bool:
 
 
 def asked_of_one_bucket(rank: int) -> Any:
-    def chosen(update: Update) -> list[Bucket]:
-        plan = update._engine.plan
+    def chosen(engine: Engine) -> list[int]:
+        plan = engine.plan
         # The last bucket that is due holds the param that was registered first.
         mine = [group for group in plan.launches if _is_matrices(plan, group.buckets[-1])]
-        return [update._buckets[index] for group in mine for index in group.buckets]
+        return [index for group in mine for index in group.buckets]
 
     return published_early(chosen, "_elementwise", _is_for_others)
 

@@ -20,7 +20,7 @@ from layerwise.layout import plan as plan_module
 from layerwise.layout import storage
 from layerwise.layout.launches import LaunchGroup
 from layerwise.layout.storage import BucketPlan
-from layerwise.memory.storage import Bucket
+from layerwise.memory.replicas import Replica
 from layerwise.parallel import data_parallel
 from layerwise.parallel.data_parallel import DataParallel
 from tests import worlds
@@ -111,8 +111,8 @@ def planned_by_one_flag(rank: int) -> Any:
 
 
 def reduced_by_one_flag(rank: int) -> Any:
-    def everywhere(bucket: Bucket, grad_dtype: DType, communicator: Communicator) -> Any:
-        return reductions._Everywhere(bucket, grad_dtype, communicator)
+    def everywhere(replica: Replica, grad_dtype: DType, communicator: Communicator) -> Any:
+        return reductions._Everywhere(replica, grad_dtype, communicator)
 
     return mock.patch.object(reducer, "reduction_of", everywhere)
 

@@ -55,10 +55,10 @@ def state_of_every_rank(rank: int, world: int) -> list[str]:
                     for name, t in tensors.items()
                     if t.numel() != stop - start
                 ]
-        for bucket in model.engine.storage.shards:
-            names = ["master", *bucket.state]
-            if sorted(names) != STATE_OF[key_of(model.plan, bucket.plan).family]:
-                found.append(f"{bucket.plan.label} has state {sorted(names)}")
+        for replica in model.engine.storage.replicas:
+            names = ["master", *replica.shard.state]
+            if sorted(names) != STATE_OF[key_of(model.plan, replica.plan).family]:
+                found.append(f"{replica.plan.label} has state {sorted(names)}")
         held = gather_facts(spans)
         for fqn, param in model.engine.storage.params.items():
             pieces = sorted(theirs[fqn] for theirs in held if fqn in theirs)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 
 import layerwise
 from layerwise.layout.exchange import Exchange, exchange_for
+from layerwise.layout.intervals import Uneven
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, Placement, Span
-from layerwise.layout.work import EVERY_RANK
+from layerwise.layout.spans import Span
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, Placement
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import row_blocks
 from tests.strategies import divisors, named, random_param, random_sizes
@@ -46,7 +47,8 @@ _HUGE = (4096, 8191, 10_000, 16_384, 30_000, 49_999, 65_535, 65_536)
 
 @dataclass
 class StoredBucket:
-    """One bucket as the plan describes it, with the spans of every shard that was looked at."""
+    """One bucket as the plan describes it, with the spans of every shard that was looked at. A shard's number is that of
+    the first rank that has it."""
 
     index: int
     buffer: int
@@ -54,13 +56,17 @@ class StoredBucket:
     domain: str
     collective: str
     is_matrix: bool
+    world: int
     num_shards: int
+    """Different ones: all ranks, or one where every rank has everything."""
     offset: int
     numel: int
     shard_starts: dict[int, int]
     shard_numels: dict[int, int]
     placements: list[Placement]
     spans: dict[int, list[Span]]
+    copies: dict[int, Sequence[int]]
+    """Who has each of these shards."""
 
     @property
     def divisor(self) -> int:
@@ -88,7 +94,8 @@ class Home(NamedTuple):
 
     label: str
     fqn: str
-    rank: int
+    ranks: Sequence[int]
+    world: int
     num_shards: int
     """Over how many its bucket is spread."""
 
@@ -166,17 +173,23 @@ def planned(seed: int, *, reordered: bool = False) -> Plan:
     return make_plan(table, options, world=world, worlds=worlds)
 
 
-def borders_of(bucket: BucketPlan) -> list[int]:
+def num_shards_of(plan: Plan, bucket: BucketPlan) -> int:
+    """Over how many ranks a bucket is spread, by its layout's name."""
+    is_copied = plan.buffers[bucket.buffer].key.layout == "replicated"
+    return 1 if is_copied else plan.world_by_domain[bucket.domain]
+
+
+def borders_of(bucket: BucketPlan, num_shards: int) -> list[int]:
     """Where each shard starts, and the end, by arithmetic of our own."""
-    if bucket.borders:
-        return list(bucket.borders)
-    return [shard * bucket.numel // bucket.num_shards for shard in range(bucket.num_shards + 1)]
+    if isinstance(bucket.shards, Uneven):
+        return list(bucket.shards.borders)
+    return [shard * bucket.numel // num_shards for shard in range(num_shards + 1)]
 
 
-def shards_to_look_at(bucket: BucketPlan, rng: Random) -> list[int]:
+def shards_to_look_at(bucket: BucketPlan, num_shards: int, rng: Random) -> list[int]:
     """Every shard that can hold an element, and three that may hold none."""
-    found = {rng.randrange(bucket.num_shards) for _ in range(3)}
-    borders = borders_of(bucket)
+    found = {rng.randrange(num_shards) for _ in range(3)}
+    borders = borders_of(bucket, num_shards)
     for placement in bucket.placements:
         if placement.numel:
             first = bisect.bisect_right(borders, placement.offset) - 1
@@ -189,7 +202,8 @@ def stored(plan: Plan, rng: Random) -> Stored:
     """The plan as plain data, with what two ranks make of it."""
     buckets = []
     for bucket in plan.buckets:
-        shards = shards_to_look_at(bucket, rng)
+        num_shards = num_shards_of(plan, bucket)
+        shards = shards_to_look_at(bucket, num_shards, rng)
         key = plan.buffers[bucket.buffer].key
         buckets.append(
             StoredBucket(
@@ -199,13 +213,15 @@ def stored(plan: Plan, rng: Random) -> Stored:
                 domain=bucket.domain,
                 collective=bucket.reducer,
                 is_matrix=key.family == "matrix",
-                num_shards=bucket.num_shards,
+                world=plan.world_by_domain[bucket.domain],
+                num_shards=num_shards,
                 offset=bucket.offset,
                 numel=bucket.numel,
-                shard_starts={shard: bucket.shard_start(shard) for shard in shards},
+                shard_starts={shard: bucket.shards.start(shard) for shard in shards},
                 shard_numels={shard: bucket.shard_numel(shard) for shard in shards},
                 placements=list(bucket.placements),
                 spans={shard: list(bucket.spans(shard)) for shard in shards},
+                copies={shard: bucket.shards.copies(shard) for shard in shards},
             )
         )
     return Stored(
@@ -213,7 +229,13 @@ def stored(plan: Plan, rng: Random) -> Stored:
         matrices=[matrix.label for route in plan.routes.values() for matrix in route.matrices],
         buckets=buckets,
         homes=[
-            Home(item.matrix.label, item.matrix.fqn, item.home, plan.buckets[item.bucket].num_shards)
+            Home(
+                item.matrix.label,
+                item.matrix.fqn,
+                item.homes,
+                work.world,
+                num_shards_of(plan, plan.buckets[item.shard]),
+            )
             for work in plan.works
             for item in work.items
         ],
@@ -236,14 +258,13 @@ def owners_in(buckets: list[StoredBucket]) -> dict[str, int]:
 
 def exchanges(plan: Plan, rng: Random) -> list[Exchange]:
     """What two ranks each derive for the same cohort: the home of one of its matrices and an owner of part of it."""
-    moving = [(work, item) for work in plan.works for item in work.items if item.home != EVERY_RANK]
+    moving = [(work, item) for work in plan.works for item in work.items if len(item.homes) < work.world]
     if not moving:
         return []
     work, item = rng.choice(moving)
     buckets = {bucket.index: bucket for bucket in plan.buckets}
-    bucket = buckets[item.bucket]
-    owners = bucket.shards_holding(bucket.placements[item.placement], item.matrix.flat_start, item.matrix.flat_stop)
-    ranks = dict.fromkeys((item.home, rng.choice(owners), rng.randrange(work.world)))
+    owners = buckets[item.shard].ranks_of(item.matrix)
+    ranks = dict.fromkeys((item.homes[0], rng.choice(owners), rng.randrange(work.world)))
     return [exchange_for(work, buckets, item.cohort, rank) for rank in ranks]
 
 
@@ -266,7 +287,8 @@ def coverage(case: Stored) -> str:
 
 
 def one_owner(case: Stored) -> str:
-    """No element lies in two spans or beyond its param, and every matrix has one home, which is a rank."""
+    """No element lies in two spans or beyond its param, copies aside, and every matrix has one home, which is a rank, or
+    all ranks where all have it."""
     held: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for bucket in case.buckets:
         for span in itertools.chain.from_iterable(bucket.spans.values()):
@@ -280,8 +302,13 @@ def one_owner(case: Stored) -> str:
             return f"a span of {fqn!r} reaches beyond the param"
     if Counter(home.label for home in case.homes) != Counter(case.matrices):
         return "a matrix has no home, or two"
+    for bucket in case.buckets:
+        for shard, copies in bucket.copies.items():
+            if list(copies) != ([shard] if bucket.num_shards > 1 else list(range(bucket.world))):
+                return f"shard {shard} of {bucket.num_shards} has copies on {copies}"
     for home in case.homes:
-        if not (0 <= home.rank < home.num_shards if home.num_shards > 1 else home.rank == EVERY_RANK):
+        is_one = len(home.ranks) == 1 and 0 <= home.ranks[0] < home.num_shards
+        if not (is_one if home.num_shards > 1 else list(home.ranks) == list(range(home.world))):
             return f"matrix {home.label} is at home nowhere"
     return ""
 
@@ -319,8 +346,8 @@ def wholeness(case: Stored) -> str:
                 if holder.setdefault(span.fqn, shard) != shard:
                     return f"{span.fqn!r} crosses a shard of a bucket in layout {bucket.layout}"
     for home in case.homes:
-        if home.num_shards > 1 and holder.get(home.fqn, home.rank) != home.rank:
-            return f"matrix {home.label} lies whole on rank {holder[home.fqn]} and is at home on rank {home.rank}"
+        if home.num_shards > 1 and holder.get(home.fqn, home.ranks[0]) != home.ranks[0]:
+            return f"matrix {home.label} lies whole on rank {holder[home.fqn]} and is at home on rank {home.ranks[0]}"
     return ""
 
 
@@ -376,12 +403,21 @@ def rank_independence(case: Stored) -> str:
     if any(owners != case.owners[0] for owners in case.owners):
         return "params in another order have other owners"
     for sender, receiver in itertools.permutations(case.tables, 2):
-        sends = [piece for piece in sender.sends if piece.home == receiver.rank]
-        receives = [piece for piece in receiver.receives if piece.owner == sender.rank]
-        if sends != receives:
-            return f"rank {sender.rank} sends what rank {receiver.rank} does not expect"
-        if sender.send_splits[receiver.rank] != receiver.receive_splits[sender.rank]:
-            return f"ranks {sender.rank} and {receiver.rank} count what travels between them differently"
+        there = [parcel for parcel in sender.there.sends if parcel.home == receiver.rank]
+        back = [parcel for parcel in sender.back.sends if parcel.holder == receiver.rank]
+        for way, sends, leaving, arriving in (
+            ("there", there, sender.there, receiver.there),
+            ("back", back, sender.back, receiver.back),
+        ):
+            receives = [
+                parcel
+                for parcel in arriving.receives
+                if (parcel.holder if way == "there" else parcel.home) == sender.rank
+            ]
+            if sends != receives:
+                return f"rank {sender.rank} sends {way} what rank {receiver.rank} does not expect"
+            if leaving.send_splits[receiver.rank] != arriving.receive_splits[sender.rank]:
+                return f"ranks {sender.rank} and {receiver.rank} count what travels {way} between them differently"
     return ""
 
 
@@ -404,7 +440,7 @@ def _give_an_element_two_owners(case: Stored, rng: Random) -> None:
 
 def _shift_a_span_by_one(case: Stored, rng: Random) -> None:
     spans, position = _span_of(case, rng)
-    spans[position] = replace(spans[position], shard_offset=spans[position].shard_offset + 1)
+    spans[position] = spans[position]._replace(shard_offset=spans[position].shard_offset + 1)
 
 
 def _cut_a_whole_param(case: Stored, rng: Random) -> None:
@@ -420,11 +456,11 @@ def _cut_a_whole_param(case: Stored, rng: Random) -> None:
     bucket, shard = rng.choice(lists)
     position = next(number for number, span in enumerate(bucket.spans[shard]) if span.numel > 1)
     span = bucket.spans[shard][position]
-    bucket.spans[shard][position] = replace(span, stop=span.stop - 1)
+    bucket.spans[shard][position] = span._replace(stop=span.stop - 1)
     other = (shard + 1) % bucket.num_shards
     bucket.shard_starts.setdefault(other, 0)
     bucket.shard_numels.setdefault(other, bucket.numel)
-    bucket.spans.setdefault(other, []).append(replace(span, start=span.stop - 1, shard_offset=0))
+    bucket.spans.setdefault(other, []).append(span._replace(start=span.stop - 1, shard_offset=0))
 
 
 def _shift_a_param_by_one(case: Stored, rng: Random) -> None:
@@ -490,7 +526,7 @@ def case_of(seed: int) -> Stored:
     case.digests.append(planned(seed).digest)
     if case.owners[0]:
         other_order = planned(seed, reordered=True)
-        if other_order.layout == "compact":  # the cost model may come to another choice
+        if other_order.options.layout == "compact":  # the cost model may come to another choice
             case.owners.append(stored(other_order, Random(seed + 2)).owners[0])
     return case
 

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerwise
 from layerwise.engine.engine import Engine
+from layerwise.engine.step import Stepper
 from layerwise.errors import ContractError, NonFiniteError, PlanMismatchError, StateError
 from layerwise.memory.storage import Storage
 from layerwise.optim.optimizer import Optimizer
@@ -2135,7 +2136,7 @@ def _(rank: int, world: int) -> Scene:
 @contextmanager
 def _guards_removed() -> Any:
     """The sabotage: a library that does not look."""
-    removed = [(Engine, "check_trainables"), (Storage, "check_aliases"), (Optimizer, "_preflight")]
+    removed = [(Engine, "check_trainables"), (Storage, "check_aliases"), (Stepper, "_preflight")]
     before = [(owner, name, getattr(owner, name)) for owner, name in removed]
     for owner, name in removed:
         setattr(owner, name, lambda *_: None)

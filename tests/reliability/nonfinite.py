@@ -16,7 +16,7 @@ import layerwise
 from tests.ranks import RankFailure, run_ranks
 from tests.reference.oracle import Hyper
 from tests.reliability import Outcome, tally
-from tests.worlds import Case, deliver, gradient, hash_everything, hash_tensors, rules, wrap
+from tests.worlds import Case, deliver, gradient, hash_everything, hash_tensors, held, rules, wrap
 
 PARAMS = ("qkv.weight", "experts", "conv.weight", "embed.weight", "norm.weight", "conv.bias", "gain", "column.weight")
 """One of each class: fused matrix, stack, convolution, embedding, norm, bias, scalar, a matrix of one column."""
@@ -71,9 +71,7 @@ class Run:
         if not self._scaled:
             return hash_everything(self.optimizer)
         self.model.ensure()
-        buckets = self.model.engine.storage.shards
-        tensors = [tensor for bucket in buckets for tensor in (bucket.replica, bucket.master, *bucket.state.values())]
-        return f"{hash_tensors(tensors)} {self.optimizer.stats.step}"
+        return f"{hash_tensors(held(self.model.engine.storage))} {self.optimizer.stats.step}"
 
 
 def inject_all(rank: int, world: int, scaled: bool, policy: str, every: int) -> dict[str, tuple[str, str]]:

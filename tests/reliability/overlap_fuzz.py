@@ -25,8 +25,9 @@ from unittest import mock
 
 import torch
 
+from layerwise.engine.publisher import Publisher
+from layerwise.memory.shards import Shard
 from layerwise.memory.stale import StaleGuard
-from layerwise.memory.storage import Bucket
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome
 from tests.walks import Action, Walk, Way, difference, transport
@@ -103,22 +104,25 @@ def _pauses(rank: int, seed: int) -> Callable[[], None]:
     return pause
 
 
-def _not_marked(self: Bucket) -> None:
+_begin = Publisher.begin
+
+
+def _not_marked(self: Publisher) -> None:
     """The first bucket is not told that its master has moved."""
-    if self.plan.index > 0:
-        self.master_version += 1
+    with mock.patch.object(self._storage, "shards", self._storage.shards[1:]):
+        _begin(self)
 
 
-def _zeroed(self: Bucket) -> None:
+def _zeroed(self: Shard) -> None:
     """What this rank is about to send is zeroed."""
-    self.replica_shard.zero_()
+    self.weight.zero_()
 
 
 SABOTAGES: dict[str, dict[str, Any]] = {
     "one wait is dropped": {"drop": 3},
-    "a bucket is not marked stale": {"target": Bucket, "attribute": "advance", "new": _not_marked},
+    "a bucket is not marked stale": {"target": Publisher, "attribute": "begin", "new": _not_marked},
     "params are not guarded": {"target": StaleGuard, "attribute": "arm", "new": lambda self: None},
-    "the shard is zeroed before its gather": {"target": Bucket, "attribute": "refresh_replica_shard", "new": _zeroed},
+    "the shard is zeroed before its gather": {"target": Shard, "attribute": "round_master", "new": _zeroed},
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from layerwise.config.coefficients import check_coefficients
+from layerwise.config.layouts import facts_of
 from layerwise.config.schema import (
     BYTE_VALUES,
     ModelConfig,
@@ -245,7 +246,9 @@ def _pipeline_problems(config: TrainConfig) -> Iterator[Problem]:
 def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
     """Ways of summing and keeping gradients that do not go together; the plan refuses them too, but only once there is
     one."""
-    if parallel.reducer != "collective" and parallel.layout == "replicated":
+    facts = facts_of(parallel.layout)
+    is_copied = facts is not None and facts.publishes == "none"
+    if parallel.reducer != "collective" and is_copied:
         yield Problem(
             "parallel.reducer",
             f"expected collective with layout replicated, got {parallel.reducer}: an ordered sum arrives at one rank, and "
@@ -262,8 +265,8 @@ def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
             "parallel.staging",
             "expected slots with shard_grads, got gradients: full gradients are released once they are reduced.",
         )
-    is_all_reduced = parallel.layout == "compact" and parallel.reducer == "collective"
-    if parallel.shard_grads and (is_all_reduced or parallel.layout == "replicated"):
+    is_all_reduced = facts is not None and facts.reduces == "all_reduce" and parallel.reducer == "collective"
+    if parallel.shard_grads and (is_all_reduced or is_copied):
         yield Problem(
             "parallel.shard_grads",
             f"expected false with layout {parallel.layout}, got true: every rank gets the whole sum of gradients there. "

@@ -17,7 +17,10 @@ class Traffic:
 
     def sent(self, *, with_gathers: bool) -> dict[str, int]:
         """Since the step before; with the gathers that a step has made due."""
-        return dict(self.in_step + self.due if with_gathers else self.in_step)
+        found = Counter(self.in_step)
+        if with_gathers:
+            found.update(self.due)  # and not `+`: what sent nothing is told too
+        return dict(found)
 
     def close(self) -> None:
         """The step is over."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from layerwise.layout.shards import Held, Ranks, WorkPolicy
+from layerwise.config.layouts import WorkPolicy
+from layerwise.layout.shards import Held, Ranks
 from layerwise.layout.spans import Block, Span, numel_in
 from layerwise.routing.geometry import Box
 from layerwise.routing.matrices import Matrix

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from operator import add
 from typing import NamedTuple
 
+from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
 from layerwise.layout.cost import newton_schulz_flops, resolve_method
 from layerwise.layout.schedule import CommOp, build_schedule, wire_nbytes
 from layerwise.layout.shards import ShardPlan
-from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, Layout
+from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan
 from layerwise.layout.work import WorkPlan
 from layerwise.units import format_nbytes
 

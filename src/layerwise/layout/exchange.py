@@ -34,15 +34,20 @@ class Parcel(NamedTuple):
     def numel(self) -> int:
         return sum(region.numel for region in self.regions)
 
+    @property
+    def begins_at(self) -> int:
+        """Where its first element lies in the matrix: the same for every copy."""
+        return self.regions[0].in_matrix.offset
+
 
 @dataclass(frozen=True, slots=True)
 class Leg:
     """One rank's part of an all-to-all."""
 
     sends: tuple[Parcel, ...]
-    """By who receives them, then in plan order: the order on the wire."""
+    """By who receives them, then in plan order, then by place in the matrix: the order on the wire."""
     receives: tuple[Parcel, ...]
-    """By who sends them, then in plan order."""
+    """By who sends them, then likewise."""
     send_splits: tuple[int, ...]
     receive_splits: tuple[int, ...]
 
@@ -118,9 +123,9 @@ def _leg(sends: list[Parcel], receives: list[Parcel], world: int, *, back: bool 
         return parcel.home
 
     receiver, sender = (holder, home) if back else (home, holder)
-    # Sorting keeps the order of what is equal: that of the plan, on both sides.
-    sends.sort(key=lambda parcel: (receiver(parcel), parcel.item))
-    receives.sort(key=lambda parcel: (sender(parcel), parcel.item))
+    # Several parcels of a matrix go by their place in it: the ranks that hold them may have them in other orders.
+    sends.sort(key=lambda parcel: (receiver(parcel), parcel.item, parcel.begins_at))
+    receives.sort(key=lambda parcel: (sender(parcel), parcel.item, parcel.begins_at))
     return Leg(
         sends=tuple(sends),
         receives=tuple(receives),

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from layerwise.config.layouts import LAYOUTS, Layout
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
 from layerwise.layout.choice import Hardware
 from layerwise.layout.slots import STAGINGS, Staging
-from layerwise.layout.storage import LAYOUTS, PARAM_SYNCS, REDUCERS, Layout, ParamSync, Reducer
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, ParamSync, Reducer
 from layerwise.layout.work import DEFAULT_COHORT_NUMEL
 from layerwise.routing.rules import RouteRule
 from layerwise.units import MIB

@@ -23,14 +23,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
+from layerwise.config.layouts import Packing
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.bins import Fitter, first_fit
 from layerwise.layout.cuts import Chunk, Cuttable, best_cuts
 from layerwise.routing.geometry import ceil_to
-
-Packing = Literal["best", "reference", "reference-numel"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
 from layerwise.layout.boxes import whole_params
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts
@@ -16,7 +17,7 @@ from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
 from layerwise.layout.schedule import CommSchedule, build_schedule
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, idle_runs
-from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, Layout, plan_storage
+from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, plan_storage
 from layerwise.layout.work import WorkPlan, plan_work
 from layerwise.routing.rules import Route, route_params
 from layerwise.routing.spec import ParamTable
@@ -284,7 +285,11 @@ def compare_plans(
             made = draft("flat")
         elif layout == "auto":
             # What all-reduces gradients has none to release early.
-            fitting = [name for name in CANDIDATES if not (options.shard_grads and name == "compact")]
+            fitting = [
+                name
+                for name in CANDIDATES
+                if not (options.shard_grads and FACTS_BY_LAYOUT[name].reduces == "all_reduce")
+            ]
             choices = choose_layouts(
                 {name: draft(name) for name in fitting}, world_by_domain, options.grad_dtype, options.hardware
             )
@@ -333,7 +338,7 @@ def _refuse_combinations(plan: Plan) -> None:
         key, world = buffer.key, plan.world_by_domain[buffer.key.domain]
         if world == 1:
             continue
-        if options.reducer != "collective" and key.layout == "replicated":
+        if options.reducer != "collective" and not buffer.buckets[0].shards.is_split:
             raise ValueError(
                 f"reducer={options.reducer!r} with layout 'replicated' (buffer {key.label}): an ordered sum arrives at the one "
                 "rank that owns a shard, and here every rank needs it. Use layout='flat', or reducer='collective'."

@@ -7,8 +7,9 @@ and so does what somebody else has cut into boxes (`layout/boxes.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
+from layerwise.config.layouts import WorkPolicy
 from layerwise.layout.spans import Span, numel_in
 from layerwise.routing.matrices import Matrix
 
@@ -18,10 +19,6 @@ has a few of them and nothing is quicker to make."""
 
 Ranks: TypeAlias = Sequence[int]
 """Numbers of ranks in their domain, ascending."""
-
-WorkPolicy = Literal["stay", "balance", "repeat"]
-"""Who orthogonalises a matrix. stay: a rank that holds it whole. repeat: every rank that holds it whole. balance: whoever
-has least to do. Where nobody holds a matrix whole, it is dealt out in any case."""
 
 
 class ShardPlan(Protocol):

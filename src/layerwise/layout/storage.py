@@ -22,30 +22,20 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout, LayoutFacts, Packing, WorkPolicy
 from layerwise.dtypes import DType
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.cost import newton_schulz_cost
 from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.ownership import owners_of
-from layerwise.layout.packing import Packing, PackItem, pack
-from layerwise.layout.shards import Held, Ranks, WorkPolicy
+from layerwise.layout.packing import PackItem, pack
+from layerwise.layout.shards import Held, Ranks
 from layerwise.layout.spans import Span
 from layerwise.routing.defaults import Family
 from layerwise.routing.geometry import ceil_to
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamSpec, ParamTable
-
-Layout = Literal["flat", "padded", "compact", "replicated", "padded:reference", "padded:reference-numel"]
-LAYOUTS: tuple[Layout, ...] = (
-    "flat",
-    "padded",
-    "compact",
-    "replicated",
-    "padded:reference",
-    "padded:reference-numel",
-)
-"""The storage plans the engine executes. The last two pack as Megatron-LM does, now and before, for comparison."""
 
 Reducer = Literal["collective", "ordered", "ordered_bf16"]
 REDUCERS: tuple[Reducer, ...] = ("collective", "ordered", "ordered_bf16")
@@ -61,22 +51,6 @@ GRAD_SLOTS = 2
 """Full-size gradients that are kept per buffer where gradients are released once reduced: one fills while the one
 before is on its way."""
 
-_WORK: dict[Layout, WorkPolicy] = {
-    "flat": "balance",
-    "padded": "stay",
-    "compact": "stay",
-    "replicated": "repeat",
-    "padded:reference": "stay",
-    "padded:reference-numel": "stay",
-}
-"""Who orthogonalises a matrix. What others store whole is what they compute where it lies."""
-
-_PACKINGS: dict[Layout, Packing] = {
-    "padded": "best",
-    "padded:reference": "reference",
-    "padded:reference-numel": "reference-numel",
-}
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class BufferKey:
@@ -87,6 +61,10 @@ class BufferKey:
     family: Family
     dtype: DType
     layout: Layout
+
+    @property
+    def facts(self) -> LayoutFacts:
+        return FACTS_BY_LAYOUT[self.layout]
 
     @property
     def label(self) -> str:
@@ -293,7 +271,7 @@ def _copy_all(params: Sequence[ParamSpec], bucket_numel: int, world: int) -> lis
     return [_Cut(cut.placements, Copied(cut.shards.numel, world)) for cut in _cut_evenly(params, bucket_numel, world=1)]
 
 
-def _cut_whole(
+def _cut_packed(
     params: Sequence[ParamSpec], bucket_numel: int, world: int, routes: Mapping[str, Route], packing: Packing
 ) -> list[_Cut]:
     items = [
@@ -317,7 +295,7 @@ def _cut_whole(
     ]
 
 
-def _cut_compactly(
+def _cut_by_owner(
     params: Sequence[ParamSpec], bucket_numel: int, world: int, owner_of: Mapping[str, int]
 ) -> list[_Cut]:
     cuts = []
@@ -372,42 +350,37 @@ def plan_storage(
     keyed = {BufferKey(*group, layout=layouts[group]): params for group, params in members.items()}
     owner_of: dict[str, int] = {}
     for domain, world in world_by_domain.items():
-        owned = [p for key, params in keyed.items() if key.domain == domain and key.layout == "compact" for p in params]
+        owned = [
+            param
+            for key, params in keyed.items()
+            if key.domain == domain and key.facts.cut == "by owner"
+            for param in params
+        ]
         owner_of.update(owners_of(owned, world))
     cuts = {}
     for key, params in keyed.items():
         world = world_by_domain[key.domain]
         size = bucket_numel or default_bucket_numel(world)
-        match key.layout:
-            case "flat":
+        match key.facts.cut:
+            case "evenly":
                 cuts[key] = _cut_evenly(params, size, world)
-            case "replicated":
+            case "copied":
                 cuts[key] = _copy_all(params, size, world)
-            case "compact":
-                cuts[key] = _cut_compactly(params, size, world, owner_of)
-            case _:
-                cuts[key] = _cut_whole(params, size, world, routes, _PACKINGS[key.layout])
+            case "by owner":
+                cuts[key] = _cut_by_owner(params, size, world, owner_of)
+            case "packed":
+                cuts[key] = _cut_packed(params, size, world, routes, key.facts.packing)
     return _number_buckets(cuts, table, reducer, param_sync)
 
 
 def _for_all(groups: Iterable[BufferGroup], layout: Layout) -> dict[BufferGroup, Layout]:
     """One layout for all matrices. What no matrix rule manages is stored in byte-level shards beside any of them."""
-    beside: Layout = "replicated" if layout == "replicated" else "flat"
+    beside = FACTS_BY_LAYOUT[layout].beside
     return {group: layout if group.family == "matrix" else beside for group in groups}
 
 
-def _reducer_of(layout: Layout, reducer: Reducer) -> ReduceKind:
-    if reducer != "collective":
-        return reducer
-    return "all_reduce" if layout in ("compact", "replicated") else "reduce_scatter"
-
-
-def _publisher_of(layout: Layout, param_sync: ParamSync) -> PublishKind:
-    if layout == "replicated":
-        return "none"
-    if param_sync == "broadcast":
-        return "broadcast"
-    return "uneven_all_gather" if layout == "compact" else "all_gather"
+def _publisher_of(facts: LayoutFacts, param_sync: ParamSync) -> PublishKind:
+    return "broadcast" if param_sync == "broadcast" and facts.publishes != "none" else facts.publishes
 
 
 def _number_buckets(
@@ -436,9 +409,9 @@ def _number_buckets(
                     domain=key.domain,
                     offset=offset,
                     shards=cut.shards,
-                    work=_WORK[key.layout],
-                    reducer=_reducer_of(key.layout, reducer),
-                    publisher=_publisher_of(key.layout, param_sync),
+                    work=key.facts.work,
+                    reducer=key.facts.reduces if reducer == "collective" else reducer,
+                    publisher=_publisher_of(key.facts, param_sync),
                     placements=cut.placements,
                     tie=tie_of.get(cut.placements[0].fqn, ""),
                 )

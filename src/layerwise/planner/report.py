@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from layerwise.config.layouts import facts_of
 from layerwise.dtypes import DType
 from layerwise.layout.choice import Choice
 from layerwise.layout.options import DEFAULT_OPTIONS, Options
@@ -156,7 +157,7 @@ def _refusal(table: ParamTable, setting: Setting, layout: str) -> str | None:
 
 def _expert_hint(plan: Plan, layouts: Sequence[str]) -> str | None:
     """A sentence where a stack of experts is more than a rank's share of the model, and a layout keeps it whole."""
-    whole = [layout for layout in layouts if layout.startswith(("padded", "compact"))]
+    whole = [layout for layout in layouts if (facts := facts_of(layout)) is not None and facts.keeps_params_whole]
     matrices = [param for param in plan.table if plan.routes[param.fqn].family == "matrix" and param.domain == DENSE]
     stacks = [param for param in matrices if len(param.shape) == 3 and len(plan.routes[param.fqn].matrices) > 1]
     if not whole or not stacks:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import LAYOUTS, BucketPlan, BufferPlan, default_bucket_numel
+from layerwise.layout.storage import BucketPlan, BufferPlan, default_bucket_numel
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
 from tests.strategies import LIGHT, PADDED, SHARDED, plans, tables, worlds
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
 from layerwise.errors import StateError
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
-from layerwise.layout.storage import GRAD_SLOTS, LAYOUTS
+from layerwise.layout.storage import GRAD_SLOTS
 from layerwise.memory.storage import GradRing, Storage
 from layerwise.models.table import named_trainables, param_table, plain_dtype
 from tests.worlds import Zoo

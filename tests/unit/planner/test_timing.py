@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from layerwise.config.layouts import LAYOUTS
 from layerwise.config.rules import AdamW
 from layerwise.layout.choice import Hardware, sent_by_rank
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import LAYOUTS
 from layerwise.planner.presets import preset
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import numbers_of, traffic_of, work_of

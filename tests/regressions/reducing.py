@@ -111,8 +111,8 @@ def planned_by_one_flag(rank: int) -> Any:
 
 
 def reduced_by_one_flag(rank: int) -> Any:
-    def everywhere(replica: Replica, grad_dtype: DType, communicator: Communicator) -> Any:
-        return reductions._Everywhere(replica, grad_dtype, communicator)
+    def everywhere(replica: Replica, grad_dtype: DType, communicator: Communicator, divide: int) -> Any:
+        return reductions._Everywhere(replica, grad_dtype, communicator, divide)
 
     return mock.patch.object(reducer, "reduction_of", everywhere)
 

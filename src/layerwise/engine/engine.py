@@ -28,6 +28,7 @@ from layerwise.layout.plan import Plan, make_plan
 from layerwise.memory.hooked import hook, is_hooked, unhook
 from layerwise.memory.storage import Storage, one_device
 from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
+from layerwise.models.tree import ModuleTree
 from layerwise.routing.rules import suspicion
 from layerwise.routing.spec import DENSE, EXPERT
 
@@ -158,6 +159,7 @@ class Engine:
         self.groups = groups
         self.settings = settings
         params = dict(named_params(*self.chunks))
+        self._tree = ModuleTree(self.chunks)
         self._frozen = {fqn: param for fqn, param in params.items() if not param.requires_grad}
         trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
         self.roster = Roster.of(groups, self.chunks, trainables, self._frozen, settings.ties)
@@ -319,6 +321,8 @@ class Engine:
 
     def check_trainables(self) -> None:
         """Raise if the model's trainable params are not those its buffers were laid out for."""
+        if self._tree.is_unchanged():
+            return
         for fqn, param in named_params(*self.chunks):
             mine = self.storage.params.get(fqn)
             if mine is param and not param.requires_grad:
@@ -332,6 +336,7 @@ class Engine:
                     f"param {fqn!r} was {was} after construction: it has no place in the buffers and would never be updated. "
                     "Build the model whole and set requires_grad before wrapping it."
                 )
+        self._tree.renew()  # what was changed does not matter here
 
     def check_replicas(self) -> None:
         """Raise on every rank, naming a param, unless all ranks of each domain have the same weights. All replicas must be

@@ -20,7 +20,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.scopes import scope
 from layerwise.engine.gradients import Said
-from layerwise.engine.reductions import reduction_of
+from layerwise.engine.reductions import predivisor, reduction_of
 from layerwise.errors import StateError, listed
 from layerwise.layout.schedule import tie_op
 from layerwise.layout.storage import BucketPlan
@@ -84,8 +84,9 @@ class GradReducer:
         self._before = before
         # Steps taken so far: what stochastic rounding goes by, so that a run can be resumed.
         self._count = StepCount() if count is None else count
+        self._predivisor = predivisor(storage.plan.grad_dtype, storage.plan.world)
         self._reductions = [
-            reduction_of(replica, storage.plan.grad_dtype, communicators[replica.plan.domain])
+            reduction_of(replica, storage.plan.grad_dtype, communicators[replica.plan.domain], self._predivisor)
             for replica in storage.replicas
         ]
         self._ties = {replica.plan.index: ties[replica.plan.tie] for replica in storage.replicas if replica.plan.tie}
@@ -346,7 +347,7 @@ class GradReducer:
             self.forget()
 
     def divisor_of(self, shard: Shard) -> float:
-        return float(self._storage.plan.world)
+        return self._storage.plan.world / self._predivisor
 
     def check(self) -> None:
         """Raise if gradients of some params were to be forgotten, and not of all, or if somebody set a `.grad` by hand."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.errors import did_you_mean
-from layerwise.kernels.stats import count_zeros, square_sums
+from layerwise.kernels.stats import count_zeros, group_sums, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
@@ -192,6 +192,7 @@ class StatsPass:
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
+        self._everywhere = torch.tensor([self._stage_sizes[stage] for stage, _ in self._entries], dtype=torch.float64)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
     @property
@@ -223,18 +224,19 @@ class StatsPass:
         parts = self._parts(vector)
         spans = [shard.update[span.part] for shard, span in self._pairs]
         sums = square_sums(spans).to(self._device) * self._weights(divisors)
-        parts.groups.index_add_(0, self._groups, sums)
+        parts.groups.copy_(group_sums(sums, self._groups, len(self.names)))
         if self._zeros:
             parts.zeros.add_(count_zeros(spans))
+        # Counts are exact in any order.
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
         return self._read(self._parts(vector.cpu()), divisors)
 
     def _weights(self, divisors: Divisors) -> Tensor | float:
         """What brings squares of sums that have divisors of their own to the common one."""
-        own = [divisors.common / divisors.by_shard[shard.plan.index] for shard, _ in self._pairs]
-        if all(weight == 1.0 for weight in own):
+        if set(divisors.by_shard.values()) <= {divisors.common}:
             return 1.0
+        own = [divisors.common / divisors.by_shard[shard.plan.index] for shard, _ in self._pairs]
         return torch.tensor(own, dtype=torch.float64, device=self._device).square()
 
     def _hashes(self, mine: Seen) -> Tensor:
@@ -259,14 +261,13 @@ class StatsPass:
         # reduced values.
         sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(HASH_WORDS)
         same = parts.squared_words * sizes == parts.words.square()
-        missing = {entry: int(count) for entry, count in zip(self._entries, parts.missing.tolist(), strict=True)}
         return Totals(
             square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
             num_zeros=int(parts.zeros) if self._zeros else None,
-            missing={self._name(entry): count for entry, count in missing.items() if count},
-            nonfinite=tuple(self._name(entry) for entry in self._counted(parts.nonfinite)),
+            missing={self._name(entry): count for entry, count in self._counted(parts.missing).items()},
+            nonfinite=tuple(map(self._name, self._counted(parts.nonfinite))),
             late=frozenset(self._counted(parts.late)),
-            nothing_arrived=all(count == self._stage_sizes[stage] for (stage, _), count in missing.items()),
+            nothing_arrived=torch.equal(parts.missing, self._everywhere),
             consistent=bool(same.all()),
             problems=int(parts.problems),
             scaled=tuple(map(int, parts.scaled.tolist())),
@@ -274,8 +275,11 @@ class StatsPass:
             divisors=divisors,
         )
 
-    def _counted(self, counts: Tensor) -> list[tuple[int, str]]:
-        return [entry for entry, count in zip(self._entries, counts.tolist(), strict=True) if count]
+    def _counted(self, counts: Tensor) -> dict[tuple[int, str], int]:
+        """The params that were counted anywhere, and how often: few, so the others cost no work of the host's."""
+        found = counts.nonzero().flatten()
+        pairs = zip(found.tolist(), counts[found].tolist(), strict=True)
+        return {self._entries[index]: int(count) for index, count in pairs}
 
     def _name(self, entry: tuple[int, str]) -> str:
         stage, fqn = entry

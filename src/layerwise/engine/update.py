@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.scopes import scope
-from layerwise.config.rules import update_scale
 from layerwise.dtypes import DType
 from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, LiveOptions, Runs, number, products_of
 from layerwise.engine.engine import Engine
 from layerwise.engine.exchanger import Batch, Cohort, Passage
+from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
@@ -96,6 +96,11 @@ class Update:
             ]
             for work in self._works
         ]
+        self._factors = {
+            cohort: Factors((self._group_of[region.matrix.fqn], region.matrix.logical_shape) for region in cohort.owned)
+            for cohorts in self._cohorts
+            for cohort in cohorts
+        }
         travelling = [[cohort for cohort in cohorts if cohort.travels] for cohorts in self._cohorts]
         self.slots = engine.storage.slots([[cohort.passage_nbytes for cohort in cohorts] for cohorts in travelling])
         for cohorts, slots in zip(travelling, self.slots.plan.slots, strict=True):
@@ -221,11 +226,7 @@ class Update:
     def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[LiveOptions]) -> None:
         """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
         cohort.store(passage)
-        factors = []
-        for region in cohort.owned:
-            live = options[self._group_of[region.matrix.fqn]]
-            scale = update_scale(str(live["scale"]), *region.matrix.logical_shape)
-            factors.append(number(live, "lr") * scale * number(live, "extra_scale"))
+        factors = self._factors[cohort].under(options)
         with scope(f"update masters of {cohort.label}"):
             subtract_scaled_([region.master for region in cohort.owned], cohort.updates(), factors)
 

@@ -27,11 +27,24 @@ def square_sums(spans: Sequence[Tensor]) -> Tensor:
 
 
 def _square_sum(span: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for chunk in torch.split(span, _CHUNK):
-        wide = chunk.double()
-        total = total + torch.dot(wide, wide)
-    return total
+    if span.numel() > _CHUNK:
+        first, *rest = map(_square_sum, torch.split(span, _CHUNK))
+        return sum(rest, first)
+    wide = span.double()
+    return torch.dot(wide, wide)
+
+
+def group_sums(values: Tensor, group_of: Tensor, num_groups: int) -> Tensor:
+    """The sum of the values of each group, always in the same order, so that runs repeat to the bit."""
+    if values.is_cuda:  # there `index_add_` adds in the order in which its threads arrive
+        return masked_sums(values, group_of, num_groups)
+    return torch.zeros(num_groups, dtype=values.dtype).index_add_(0, group_of, values)
+
+
+def masked_sums(values: Tensor, group_of: Tensor, num_groups: int) -> Tensor:
+    """One sum over all values for each group, in which those of others are zero: no atomics. There are few groups."""
+    groups = torch.arange(num_groups, device=values.device)
+    return torch.where(group_of == groups[:, None], values, 0.0).sum(dim=1)
 
 
 def count_zeros(spans: Sequence[Tensor]) -> Tensor:

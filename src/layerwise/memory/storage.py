@@ -14,7 +14,7 @@ from layerwise.layout.plan import Plan
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, place_slots, usable
 from layerwise.layout.storage import BucketPlan, BufferPlan
-from layerwise.memory.hooked import grad_of
+from layerwise.memory.places import Places
 from layerwise.memory.replicas import GradRing, Replica
 from layerwise.memory.shards import Shard
 from layerwise.memory.slots import Slots
@@ -73,17 +73,14 @@ class Storage:
             raise ValueError(f"params and plan do not match: {listed(missing)} is only in one of them.")
         self._grad_parts: dict[str, tuple[Replica, slice, torch.Size]] = {}
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the replicas' grads, where those stay
-        self._addresses: dict[str, tuple[int, torch.Size, torch.dtype]] = {}  # its own storage may move away
-        self._versions: dict[str, int] = {}
         self._full_grads: list[Tensor | None] = []
         self.device = one_device(self.params) if self.params else torch.device("cpu")
         self.replicas = self._replicas()
         self.shards: tuple[Shard, ...] = tuple(replica.shard for replica in self.replicas) or tuple(
             self._own_shard(shard) for shard in plan.shards
         )
-        for fqn, param in self.params.items():
-            self._addresses[fqn] = param.data_ptr(), param.shape, param.dtype
-            self._versions[fqn] = param._version
+        self._fqns = tuple(self.params)
+        self._places = Places(tuple(self.params.values()))
 
     def _replicas(self) -> tuple[Replica, ...]:
         found: dict[int, Replica] = {}
@@ -175,23 +172,22 @@ class Storage:
     def check_aliases(self) -> None:
         """Raise if a param is no longer where it was, as after `module.to()`, `param.data = ...`, or once it was shared with
         another process, which gives its storage other memory: updates would not reach it."""
-        for fqn, param in self.params.items():
-            if (param.data_ptr(), param.shape, param.dtype) != self._addresses[fqn]:
-                raise StateError(
-                    f"param {fqn!r} was moved {'out of its buffer ' if self.replicas else ''}(by module.to(), param.data = ..., share_memory(), "
-                    "a queue of torch.multiprocessing or similar): expected it where it was, since updates go there. Move or convert the "
-                    "module before it is wrapped; to change values use param.copy_() under torch.no_grad(); send clones to other processes."
-                )
+        if moved := self._places.moved():
+            raise StateError(
+                f"param {self._fqns[moved[0]]!r} was moved {'out of its buffer ' if self.replicas else ''}(by module.to(), param.data = "
+                "..., share_memory(), a queue of torch.multiprocessing or similar): expected it where it was, since updates go there. "
+                "Move or convert the module before it is wrapped; to change values use param.copy_() under torch.no_grad(); send clones "
+                "to other processes."
+            )
 
     def check_no_grads(self) -> None:
         """Raise if a param has a `.grad` of its own: hooks take what backward brings, so somebody set it by hand."""
-        for fqn, param in self.params.items():
-            if grad_of(param) is not None:
-                raise StateError(
-                    f"param {fqn!r} has a .grad that backward did not bring: a DataParallel keeps gradients in buckets and "
-                    "would not see it. Add a term to the loss instead; if another wrapper such as DistributedDataParallel put it "
-                    "there, train without that one."
-                )
+        if found := self._places.with_grads():
+            raise StateError(
+                f"param {self._fqns[found[0]]!r} has a .grad that backward did not bring: a DataParallel keeps gradients in buckets "
+                "and would not see it. Add a term to the loss instead; if another wrapper such as DistributedDataParallel put it "
+                "there, train without that one."
+            )
 
     @torch.no_grad()
     def release(self) -> None:
@@ -202,22 +198,19 @@ class Storage:
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
         increment_version(list(self.params.values()))
-        self._versions = {fqn: param._version for fqn, param in self.params.items()}
+        self._places.note()
 
     @torch.no_grad()
     def pull_changed_params(self) -> set[str]:
         """Take over weights that the user changed in place (`load_state_dict`, `param.copy_()`): the change counts, as
         it would with any torch optimizer. We write through the replica and never through the param, so its version
         moves only for others. Returns which ones."""
-        all_changed: set[str] = set()
-        for shard in self.shards:
-            changed = {fqn for fqn in shard.plan.fqns if self.params[fqn]._version != self._versions[fqn]}
+        changed = {self._fqns[number] for number in self._places.written()}
+        for shard in self.shards if changed else ():
             for span in shard.spans:
                 if span.fqn in changed:
                     shard.pull(span.part)
-            self._versions.update({fqn: self.params[fqn]._version for fqn in changed})
-            all_changed |= changed
-        return all_changed
+        return changed
 
     def nbytes(self) -> int:
         """Bytes this rank holds, aliases counted once."""

@@ -1,0 +1,69 @@
+"""Where params lie and how often they were written, as it was last noted: read again in every step, so no Python code runs
+per param."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, count, repeat
+from operator import attrgetter, is_not, ne
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+
+from layerwise.memory.hooked import grads_of
+
+_DATA_PTR: Callable[[Tensor], int] = Tensor.data_ptr
+_SHAPE: Callable[[Tensor], torch.Size] = attrgetter("shape")
+_DTYPE: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_VERSION: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class Places:
+    """Addresses, shapes, dtypes and versions of params.
+
+    They are read past the params' classes: nothing of it is a value, and looking for an override in the class of a hooked
+    param takes longer than the read.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = list(params)
+        with DisableTorchFunctionSubclass():
+            self._addresses = list(map(_DATA_PTR, self._params))
+            self._shapes = list(map(_SHAPE, self._params))
+            self._dtypes = list(map(_DTYPE, self._params))
+            self._versions = list(map(_VERSION, self._params))
+
+    def moved(self) -> list[int]:
+        """Numbers of the params that do not lie where they did, or not in the same shape and dtype."""
+        with DisableTorchFunctionSubclass():
+            addresses = _differing(self._addresses, list(map(_DATA_PTR, self._params)))
+            shapes = _differing(self._shapes, list(map(_SHAPE, self._params)))
+            dtypes = _differing(self._dtypes, list(map(_DTYPE, self._params)))
+        return sorted({*addresses, *shapes, *dtypes})
+
+    def with_grads(self) -> list[int]:
+        """Numbers of the params that have a `.grad`."""
+        with DisableTorchFunctionSubclass():
+            return _numbers(map(is_not, grads_of(self._params), repeat(None)))
+
+    def written(self) -> list[int]:
+        """Numbers of the params that were written since this was asked or noted last."""
+        before = self._versions
+        self.note()
+        return _differing(before, self._versions)
+
+    def note(self) -> None:
+        """Versions are to be what they are now."""
+        with DisableTorchFunctionSubclass():
+            self._versions = list(map(_VERSION, self._params))
+
+
+def _differing(before: list[Any], now: list[Any]) -> list[int]:
+    return _numbers(map(ne, before, now)) if before != now else []
+
+
+def _numbers(chosen: Iterable[bool]) -> list[int]:
+    """At which places of a list there is a true value."""
+    return list(compress(count(), chosen))

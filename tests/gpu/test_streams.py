@@ -20,6 +20,15 @@ SLEEP = 400_000_000
 """Cycles of the card: about a fifth of a second, in which any other stream is done."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """The first product on a card takes longer than the gathers here."""
+    for _ in range(2):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            nn.Linear(4, 4).cuda()(torch.ones(1, 4, device="cuda"))
+    torch.cuda.synchronize()
+
+
 class SlowWork:
     """A gather that arrives long after it was waited for, as NCCL's do: the stream that waits goes on when it is there."""
 

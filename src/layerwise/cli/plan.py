@@ -310,6 +310,7 @@ def _rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
         row("  masters", lambda column: format_nbytes(column.memory.masters)),
         row("  state", lambda column: format_nbytes(column.memory.state)),
         row("  slots", lambda column: format_nbytes(column.memory.slots)),
+        row("  workspace", lambda column: format_nbytes(column.memory.workspace)),
         row("padding", lambda column: f"{column.padding_percent:.2f} %"),
         row("buckets", lambda column: str(column.buckets)),
         row("sent in a step", lambda column: format_nbytes(column.traffic.nbytes)),

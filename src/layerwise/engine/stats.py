@@ -20,6 +20,7 @@ from layerwise.kernels.stats import count_zeros, group_sums, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
+from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
 
 _WORD_BITS = 12
@@ -192,6 +193,7 @@ class StatsPass:
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
+        self._updates = UpdateParts(self._pairs, stay=bool(storage.replicas))
         self._everywhere = torch.tensor([self._stage_sizes[stage] for stage, _ in self._entries], dtype=torch.float64)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
@@ -222,7 +224,7 @@ class StatsPass:
         parts.missing.copy_(self._flags(mine.missing))
         vector = known.to(self._device, non_blocking=True)
         parts = self._parts(vector)
-        spans = [shard.update[span.part] for shard, span in self._pairs]
+        spans = self._updates.now()
         sums = square_sums(spans).to(self._device) * self._weights(divisors)
         parts.groups.copy_(group_sums(sums, self._groups, len(self.names)))
         if self._zeros:

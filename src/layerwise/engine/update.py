@@ -19,6 +19,7 @@ from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
+from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
 
 
@@ -76,10 +77,13 @@ class Update:
             {name: [run.of(run.shard.state[name]) for run in members] for name in group.rule.state_names}
             for group, members in zip(groups, self._runs, strict=True)
         ]
-        self._spans_by_norm_group: dict[str, list[tuple[Shard, Span]]] = {}
+        spans_by_norm_group: dict[str, list[tuple[Shard, Span]]] = {}
         for shard in self._shards:
             for span in shard.spans:
-                self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append((shard, span))
+                spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append((shard, span))
+        self._updates_by_norm_group = {
+            name: UpdateParts(spans, stay=bool(engine.storage.replicas)) for name, spans in spans_by_norm_group.items()
+        }
         shard_by_index = {shard.plan.index: shard for shard in self._shards}
         self._cohorts = [
             [
@@ -138,9 +142,9 @@ class Update:
         for divisor, updates in by_divisor.items():
             if divisor != 1.0:
                 torch._foreach_div_(updates, divisor)
-        for name, spans in self._spans_by_norm_group.items():
+        for name, parts in self._updates_by_norm_group.items():
             if coefficients[name] < 1.0:
-                torch._foreach_mul_([shard.update[span.part] for shard, span in spans], coefficients[name])
+                torch._foreach_mul_(parts.now(), coefficients[name])
 
     def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
         """What comes before a matrix is orthogonalised, element by element."""

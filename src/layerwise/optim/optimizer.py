@@ -30,6 +30,7 @@ from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
 from layerwise.errors import StateError, warn
 from layerwise.layout.options import Options
+from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.table import named_params
@@ -144,6 +145,11 @@ class Optimizer(torch.optim.Optimizer):
     def _is_wrapped(self) -> bool:
         """Whether gradients go to buckets, and not to the params' own `.grad`."""
         return self._engine.plan.options.memory == "buffers"
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided: `.digest`, `.describe()`, `.route(fqn).reason`; that of the model, where it is wrapped."""
+        return self._engine.plan
 
     @property
     def stats(self) -> StepStats:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import layerwise
-from benchmarks.optimizer_step import build
+from benchmarks.optimizer_step import AS_TORCH_DOES, build
 from layerwise.planner.memory import worst_memory
 from layerwise.planner.rules import Rules
 
@@ -28,7 +28,7 @@ def measure(width: int, dtype: torch.dtype) -> dict[str, object]:
     torch.cuda.empty_cache()
     module: nn.Module = build(width).to(dtype)
     rules = Rules(matrix=layerwise.Muon(lr=1e-3), other=layerwise.AdamW(lr=1e-3))
-    optimizer = layerwise.Optimizer(module, matrix=rules.matrix, other=rules.other)
+    optimizer = layerwise.Optimizer(module, matrix=rules.matrix, other=rules.other, rules=[AS_TORCH_DOES])
     params = list(module.parameters())
 
     def prepare() -> None:

@@ -85,8 +85,9 @@ class Communicator:
     def uneven_all_gather(self, op: CommOp, full: Tensor, numels: Sequence[int]) -> Handle:
         """Every rank's stretch of `full`, `numels[r]` elements of rank r, to all of them, in place.
 
-        As one broadcast per rank that has any: neither gloo nor NCCL knows an uneven all-gather of its own. All ranks
-        issue all of them, also those that own nothing, and sizes and dtype are the bucket's.
+        As one broadcast per rank that has any: gloo knows no uneven all-gather. All ranks issue all of them, also those that
+        own nothing, and sizes and dtype are the bucket's. Who has any has a whole param: there are no more broadcasts in a
+        step than params, on however many ranks.
         """
         self._check(_name(op), "uneven_all_gather", full, op=op, parts=list(enumerate(numels)))
         self._count("uneven_all_gather", full.nbytes - numels[(self.rank + 1) % self.world] * full.element_size())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,13 @@ def check_still_alone(groups: Groups) -> None:
             f"the model was wrapped for a single process, and now there is a process group of {default_world()} ranks: nobody "
             "would average gradients over them. Call layerwise.init() first, then wrap the model."
         )
+
+
+def device_of(groups: Groups) -> torch.device:
+    """Where tensors may lie that all ranks exchange."""
+    own: Any = groups.training
+    kinds = ["cpu"] if own is None else [device.type for device in own._device_types]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def check_process_group(process_group: object) -> None:

@@ -234,6 +234,18 @@ class StatsPass:
         self._communicator.all_reduce(self.op, vector).wait()
         return self._read(self._parts(vector.cpu()), divisors)
 
+    def meet(self, settings: str) -> bool:
+        """Send these settings and nothing else, where other ranks may be sending all of theirs; whether all are the same."""
+        vector = torch.zeros(self.numel, dtype=torch.float64)
+        parts = self._parts(vector)
+        words = torch.zeros(len(self._senders), HASH_WORDS, dtype=torch.float64)
+        words[self._stage] = torch.tensor(_words(settings), dtype=torch.float64)
+        parts.words.copy_(words.flatten())
+        parts.squared_words.copy_(parts.words.square())
+        vector = vector.to(self._device)
+        self._communicator.all_reduce(self.op, vector).wait()
+        return self._is_consistent(self._parts(vector.cpu()))
+
     def _weights(self, divisors: Divisors) -> Tensor | float:
         """What brings squares of sums that have divisors of their own to the common one."""
         if set(divisors.by_shard.values()) <= {divisors.common}:
@@ -258,11 +270,13 @@ class StatsPass:
     def _parts(self, vector: Tensor) -> _Parts:
         return _Parts(*torch.split(vector, list(self._sizes)))
 
-    def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
+    def _is_consistent(self, parts: _Parts) -> bool:
         # All senders of a word sent the same exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from
         # reduced values.
         sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(HASH_WORDS)
-        same = parts.squared_words * sizes == parts.words.square()
+        return bool((parts.squared_words * sizes == parts.words.square()).all())
+
+    def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
         return Totals(
             square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
             num_zeros=int(parts.zeros) if self._zeros else None,
@@ -270,7 +284,7 @@ class StatsPass:
             nonfinite=tuple(map(self._name, self._counted(parts.nonfinite))),
             late=frozenset(self._counted(parts.late)),
             nothing_arrived=torch.equal(parts.missing, self._everywhere),
-            consistent=bool(same.all()),
+            consistent=self._is_consistent(parts),
             problems=int(parts.problems),
             scaled=tuple(map(int, parts.scaled.tolist())),
             unscaled=tuple(map(int, parts.unscaled.tolist())),

@@ -208,7 +208,8 @@ class Optimizer(torch.optim.Optimizer):
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a backward that failed half way. Call it on every rank, after all of them or
-        none of them ran a synchronised backward: reductions that some have begun are finished first."""
+        none of them ran a synchronised backward: reductions that some have begun are finished first. Where one rank drops a
+        backward that another steps, both raise."""
         self._engine.gradients.forget()
         super().zero_grad(set_to_none)
 

@@ -74,7 +74,8 @@ class DataParallel(nn.Module):
         shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
         staging: where the exchange of matrices has its staging memory: "slots" of its own, or "gradients", which leases
             gradient memory that is idle in `step()`.
-        overlap_grad_reduce: reduce full buckets while backward goes on.
+        overlap_grad_reduce: reduce full buckets while backward goes on. Params whose gradients stay away are waited for
+            in eight backwards, and then no more.
         overlap_param_gather: let the gathers of params run on under the next forward, which waits for each bucket just
             before it reads it, instead of waiting in `step()`. Whatever else reads a weight waits for it too.
         prefetch: how many buckets may be on their way ahead of the one that forward reads; None starts all of them in

@@ -75,6 +75,20 @@ def worst_memory(plan: Plan, schedule: CommSchedule, rules: Rules) -> Memory:
     return _memory(max(_held_by_rank(plan, schedule, rules), key=sum))
 
 
+def lagging_nbytes(plan: Plan) -> int:
+    """Bytes more that a rank holds at most where reductions lag behind backward, and full gradients are released once they
+    are reduced: then those of one backward may all be there before the first is over, with what is in flight."""
+    more = 0
+    for buffer in plan.buffers:
+        if plan.leases_grads(buffer):
+            count = len(buffer.buckets)
+            slot = max(bucket.numel for bucket in buffer.buckets) * plan.grad_dtype.itemsize
+            more += count * slot - _full_grads(plan, buffer)
+            flying = zip(_reduction_staging(plan, buffer), _reduction_staging(plan, buffer, count), strict=True)
+            more += max(most - usual for usual, most in flying)
+    return more
+
+
 _Held: TypeAlias = tuple[int, int, int, int, int, int]
 """The fields of a `Memory`, in order: thousands of ranks have one, and most are only compared."""
 
@@ -170,16 +184,17 @@ def _bytes_per_held_element(plan: Plan, buffer: BufferPlan) -> int:
 # -- what comes and goes -----------------------------------------------------------------------------
 
 
-def _reduction_staging(plan: Plan, buffer: BufferPlan) -> list[int]:
-    """Bytes in flight per rank when most is. A collective reduces in place; an ordered one receives every rank's part of
-    the shard before it adds them up, and holds what it sent where that was rounded first."""
+def _reduction_staging(plan: Plan, buffer: BufferPlan, leased: int = GRAD_SLOTS) -> list[int]:
+    """Bytes in flight per rank when most is, and no more than so many `leased` gradients. A collective reduces in place; an
+    ordered one receives every rank's part of the shard before it adds them up, and holds what it sent where that was
+    rounded first."""
     world = plan.world_by_domain[buffer.key.domain]
     if not _is_ordered(buffer):
         return [0] * world
     flights = [_flight(plan, bucket, world) for bucket in buffer.buckets]
     # Handles are waited for at the end of backward, or once they are ready and a leased slot is needed: with a wire as
     # fast as backward, when the next bucket has filled.
-    most = GRAD_SLOTS if plan.leases_grads(buffer) else len(flights)
+    most = leased if plan.leases_grads(buffer) else len(flights)
     together = [flights[start : start + most] for start in range(max(1, len(flights) - most + 1))]
     return [max(sum(flight[rank] for flight in flown) for flown in together) for rank in range(world)]
 

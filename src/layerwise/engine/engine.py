@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, destroy, device_of, share, tie_groups
+from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, device_of, share, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.engine.gradients import Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
@@ -175,7 +175,7 @@ class Engine:
         self.traffic = Traffic()
         self.count = StepCount()
         checked = settings.check_collectives
-        self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step)
+        self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step, groups.made)
         self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
         ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
         self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
@@ -192,7 +192,7 @@ class Engine:
         self.publisher = Publisher(
             self.storage,
             {
-                name: Communicator(own.group, own.contract, self.traffic.gathered)
+                name: Communicator(own.group, own.contract, self.traffic.gathered, groups.made)
                 for name, own in self.communicators.items()
             },
             overlap=settings.overlap_param_gather,
@@ -251,7 +251,7 @@ class Engine:
         _undo_all(self._undo)
         unhook(self.storage.params.values())
         self.storage.release()
-        destroy(self.groups)
+        self.groups.made.destroy()
         self.is_released = True
 
     def check_bound(self) -> None:
@@ -295,7 +295,7 @@ class Engine:
         return Contract(control) if self.settings.check_collectives and control is not None else None
 
     def _communicator(self, domain: Domain) -> Communicator:
-        return Communicator(domain.group, self._contract(domain.control), self.traffic.in_step)
+        return Communicator(domain.group, self._contract(domain.control), self.traffic.in_step, self.groups.made)
 
     def _constants(self) -> dict[str, Tensor]:
         """What the model reads beside its trainable params: frozen ones and buffers."""

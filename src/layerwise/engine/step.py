@@ -137,7 +137,7 @@ class Stepper:
                 self.scaler.update(overflow=bool(totals.nonfinite))
             clipped = NOTHING_CLIPPED
             if not skip_reason:
-                engine.publisher.learn_order(engine.groups)
+                engine.publisher.order.learn(engine.groups)
                 with self._moving_masters():
                     self.update.average(totals.divisors, coefficients)
                     # 3. Momentum.

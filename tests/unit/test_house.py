@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import layerwise
+from layerwise.config.layouts import LAYOUTS
 
 SOURCE = Path(layerwise.__file__).parent
 
@@ -96,3 +97,51 @@ def test_importing_the_package_does_not_import_torch() -> None:
 def test_no_module_is_called_utils() -> None:
     vague = {"utils.py", "helpers.py", "common.py", "misc.py"}
     assert [name for name, _ in modules() if name.split("/")[-1] in vague] == []
+
+
+def _constants(node: ast.AST) -> set[object]:
+    return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+
+
+def test_modes_are_data() -> None:
+    """A layout is a row of a table. Nobody compares its name, counts shards or has a number that means "every rank"."""
+    offenders = []
+    for name, tree in modules():
+        if name.startswith("layout/"):
+            continue
+        for node in ast.walk(tree):
+            compared = isinstance(node, ast.Compare | ast.match_case) and _constants(
+                node.pattern if isinstance(node, ast.match_case) else node
+            ) & set(LAYOUTS)
+            asks = isinstance(node, ast.Attribute) and node.attr in ("num_shards", "EVERY_RANK")
+            starts = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("startswith", "endswith")
+                and _constants(node) & set(LAYOUTS)
+            )
+            if compared or asks or starts:
+                offenders.append(f"{name}:{getattr(node, 'lineno', 0)}")
+    assert offenders == []
+
+
+def test_a_layouts_name_decides_nothing_in_the_layout_room_either() -> None:
+    """What a layout does is in its facts; its name is looked up and shown. `auto` is a question and no layout."""
+    offenders = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules()
+        if name.startswith("layout/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare) and _constants(node) & set(LAYOUTS)
+    ]
+    assert offenders == []
+
+
+def test_files_of_the_engine_are_short() -> None:
+    long = {
+        str(path.relative_to(SOURCE)): lines
+        for room in ("comm", "memory", "engine", "optim")
+        for path in (SOURCE / room).glob("*.py")
+        if (lines := len(path.read_text().splitlines())) > 400
+    }
+    assert long == {}

@@ -90,7 +90,7 @@ class GradReducer:
             for replica in storage.replicas
         ]
         self._ties = {replica.plan.index: ties[replica.plan.tie] for replica in storage.replicas if replica.plan.tie}
-        self._launches = storage.plan.launches
+        self._groups = storage.plan.reduce_groups
         self._bucket_of = storage.plan.bucket_of
         self._written: set[str] = set()
         self._seen: set[str] = set()
@@ -180,15 +180,15 @@ class GradReducer:
         self._late_grads.clear()
 
     def _launch_ready(self) -> None:
-        while self._next < len(self._launches) and all(
-            self._progress[index].pending <= 0 for index in self._launches[self._next].buckets
+        while self._next < len(self._groups) and all(
+            self._progress[index].pending <= 0 for index in self._groups[self._next].buckets
         ):
             self._launch_group()
 
     def _launch_group(self) -> None:
         if self._next == 0:
             self._before()
-        for index in self._launches[self._next].buckets:
+        for index in self._groups[self._next].buckets:
             self._launch(self._storage.replicas[index], self._progress[index])
         self._next += 1
 
@@ -292,7 +292,7 @@ class GradReducer:
         return self._storage.replicas[index].plan
 
     def _launch_rest(self) -> None:
-        while self._next < len(self._launches):
+        while self._next < len(self._groups):
             self._launch_group()
 
     def _finish_round(self) -> None:

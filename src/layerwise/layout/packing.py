@@ -27,7 +27,7 @@ from itertools import islice
 from layerwise.config.layouts import Packing
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.bins import Fitter, first_fit
-from layerwise.layout.cuts import Chunk, Cuttable, best_cuts
+from layerwise.layout.cuts import Cuttable, Portion, best_cuts
 from layerwise.routing.geometry import ceil_to
 
 
@@ -181,37 +181,37 @@ class _Filling:
         return ceil_to(self._ends[shard], PARAM_ALIGNMENT) == start and self._loads[shard] == load
 
 
-def _reference_chunks(
+def _reference_portions(
     items: Iterable[PackItem], num_shards: int, bucket_numel: int, *, fill_up: bool
 ) -> Iterator[list[PackItem]]:
     """A bucket is full when it has its size and 0.9 of what shards as long as its largest param hold. With `fill_up` it
     goes on for as long as the next param seems to fit into padding, by a rough packing in backward order."""
     divisor = shard_divisor(num_shards)
-    chunk: list[PackItem] = []
+    portion: list[PackItem] = []
     numel, largest, rough_ends, last_end = 0, 0, [0] * num_shards, 0
     for item in items:
         is_full = numel >= max(bucket_numel, 9 * num_shards * largest // 10)
         start = ceil_to(rough_ends[0], PARAM_ALIGNMENT)
         fits = fill_up and start + item.numel <= ceil_to(last_end, divisor)
-        if chunk and (item.alone or chunk[0].alone or (is_full and not fits)):
-            yield chunk
-            chunk = []
+        if portion and (item.alone or portion[0].alone or (is_full and not fits)):
+            yield portion
+            portion = []
             numel, largest, rough_ends, last_end, start = 0, 0, [0] * num_shards, 0, 0
-        chunk.append(item)
+        portion.append(item)
         numel += item.numel
         largest = max(largest, item.numel)
         heapq.heapreplace(rough_ends, start + item.numel)
         last_end = max(last_end, start + item.numel)
-    if chunk:
-        yield chunk
+    if portion:
+        yield portion
 
 
 def _reference_numel(items: Sequence[PackItem], num_shards: int, bucket_numel: int) -> list[_Shards]:
     """The largest first, each to the emptiest shard."""
     drafts = []
-    for chunk in _reference_chunks(items, num_shards, bucket_numel, fill_up=False):
+    for portion in _reference_portions(items, num_shards, bucket_numel, fill_up=False):
         filling = _Filling([0] * num_shards)
-        for item in sorted(chunk, key=_by_numel):
+        for item in sorted(portion, key=_by_numel):
             filling.put(item, filling.emptiest())
         drafts.append(filling.shards)
     return drafts
@@ -222,13 +222,13 @@ def _reference(items: Sequence[PackItem], num_shards: int, bucket_numel: int) ->
     the mean; then to the emptiest."""
     loads = [0] * num_shards
     drafts = []
-    for chunk in _reference_chunks(items, num_shards, bucket_numel, fill_up=True):
-        if chunk[0].alone:
-            drafts.append(_in_first_shard(chunk, num_shards))
+    for portion in _reference_portions(items, num_shards, bucket_numel, fill_up=True):
+        if portion[0].alone:
+            drafts.append(_in_first_shard(portion, num_shards))
         else:
             filling = _Filling(loads)
-            cap = 13 * sum(item.numel for item in chunk) // (10 * num_shards)
-            for item in sorted(chunk, key=_by_cost):
+            cap = 13 * sum(item.numel for item in portion) // (10 * num_shards)
+            for item in sorted(portion, key=_by_cost):
                 shard = filling.least_loaded(item.numel, cap)
                 filling.put(item, filling.emptiest() if shard is None else shard)
             drafts.append(filling.shards)
@@ -236,30 +236,32 @@ def _reference(items: Sequence[PackItem], num_shards: int, bucket_numel: int) ->
     return drafts
 
 
-def _in_first_shard(chunk: Iterable[PackItem], num_shards: int) -> _Shards:
-    return [list(chunk), *([] for _ in range(num_shards - 1))]
+def _in_first_shard(portion: Iterable[PackItem], num_shards: int) -> _Shards:
+    return [list(portion), *([] for _ in range(num_shards - 1))]
 
 
 def _best(items: Sequence[PackItem], num_shards: int, bucket_numel: int) -> list[_Shards]:
     """The least padding over all cuts, then the best balance within it; the reference where that is as good in the
     first and better in the second."""
     reference = _reference(items, num_shards, bucket_numel)
-    known = list(_chunks_of(reference))
-    known_by_range = {(chunk.start, chunk.stop): shards for chunk, shards in zip(known, reference, strict=True)}
+    known = list(_portions_of(reference))
+    known_by_range = {(portion.start, portion.stop): shards for portion, shards in zip(known, reference, strict=True)}
     drafts, loads = [], [0] * num_shards
-    for chunk in _search_cuts(items, num_shards, bucket_numel, known):
-        members = items[chunk.start : chunk.stop]
+    for portion in _search_cuts(items, num_shards, bucket_numel, known):
+        members = items[portion.start : portion.stop]
         if members[0].alone:
             drafts.append(_in_first_shard(members, num_shards))
         else:
-            as_known = known_by_range.get((chunk.start, chunk.stop))
-            drafts.append(_balanced(members, chunk.shard_numel, loads, as_known))
+            as_known = known_by_range.get((portion.start, portion.stop))
+            drafts.append(_balanced(members, portion.shard_numel, loads, as_known))
         loads = _plus(loads, _costs(drafts[-1]))
     _deal_again(drafts, loads)
     return min(drafts, reference, key=lambda found: (_total(found), max(_loads(found, num_shards))))
 
 
-def _search_cuts(items: Sequence[PackItem], num_shards: int, bucket_numel: int, known: Sequence[Chunk]) -> list[Chunk]:
+def _search_cuts(
+    items: Sequence[PackItem], num_shards: int, bucket_numel: int, known: Sequence[Portion]
+) -> list[Portion]:
     sizes = sorted({_aligned(item) for item in items if item.numel}, reverse=True)
     kind_of = {size: kind for kind, size in enumerate(sizes)}
     params = Cuttable(
@@ -273,11 +275,11 @@ def _search_cuts(items: Sequence[PackItem], num_shards: int, bucket_numel: int, 
     return best_cuts(params, Fitter(sizes, num_shards, shard_divisor(num_shards)), known)
 
 
-def _chunks_of(drafts: Iterable[_Shards]) -> Iterator[Chunk]:
+def _portions_of(drafts: Iterable[_Shards]) -> Iterator[Portion]:
     start = 0
     for shards in drafts:
         stop = start + sum(map(len, shards))
-        yield Chunk(start, stop, _shard_numel(shards))
+        yield Portion(start, stop, _shard_numel(shards))
         start = stop
 
 

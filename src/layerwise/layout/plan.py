@@ -12,8 +12,8 @@ from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
 from layerwise.layout.boxes import whole_params
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts
-from layerwise.layout.launches import LaunchGroup, launch_groups
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
+from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, idle_runs
@@ -70,9 +70,9 @@ class Plan:
         return any(bucket.shards.is_split for bucket in self.buckets)
 
     @cached_property
-    def launches(self) -> tuple[LaunchGroup, ...]:
+    def reduce_groups(self) -> tuple[ReduceGroup, ...]:
         """Which buckets are reduced together, in order."""
-        return launch_groups(self.buffers)
+        return reduce_groups(self.buffers)
 
     @cached_property
     def bucket_of(self) -> Mapping[str, int]:

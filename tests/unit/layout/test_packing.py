@@ -199,7 +199,7 @@ def test_best_never_leaves_more_to_reduce_after_backward_than_the_reference(case
 @given(cases(max_items=120, lonely=False))
 def test_a_search_that_skips_cuts_still_pads_no_more_than_the_reference(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("layerwise.layout.cuts._MAX_CHUNKS", 20)
+        patch.setattr("layerwise.layout.cuts._MAX_PORTIONS", 20)
         assert total(case.packed("best"), case.num_shards) <= total(case.packed("reference"), case.num_shards)
 
 

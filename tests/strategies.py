@@ -198,6 +198,11 @@ class Worked:
     work: WorkPlan
 
     @property
+    def is_copied(self) -> bool:
+        """Whether every rank has all of it."""
+        return all(isinstance(plan, BucketPlan) and isinstance(plan.shards, Copied) for plan in self.shards)
+
+    @property
     def by_index(self) -> dict[int, ShardPlan]:
         return {plan.index: plan for plan in self.shards}
 
@@ -336,6 +341,12 @@ class Scattered:
     @property
     def fqns(self) -> tuple[str, ...]:
         return (self.fqn,)
+
+    def to_json(self) -> dict[str, object]:
+        return {"label": self.label, "pieces": self.pieces, "orders": self.orders, "work": self.work}
+
+    def param_numel(self, fqn: str) -> int:
+        return self.pieces[-1][1]
 
     def shard_numel(self, rank: int) -> int:
         return sum(span.numel for span in self.spans(rank))

@@ -14,6 +14,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.dtypes import DType
 from layerwise.errors import StateError
+from layerwise.kernels.elementwise import copy_all_
 from layerwise.layout.exchange import Exchange, Leg, Parcel, exchange_for
 from layerwise.layout.schedule import CommOp, CommSchedule
 from layerwise.layout.slots import Slot, passage_nbytes
@@ -172,14 +173,14 @@ class Cohort:
             torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
             for batch in self.batches
         ]
-        _copy_all(_in_batches(self._kept, tensors), self._staying.views())
+        copy_all_(_in_batches(self._kept, tensors), self._staying.views())
         _scatter(received, _in_batches(self._arriving, tensors))
         passage.release()
         return tensors
 
     def send_back(self, updates: Sequence[Tensor]) -> Passage:
         """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
-        _copy_all(self._staying.views(), _in_batches(self._kept, updates))
+        copy_all_(self._staying.views(), _in_batches(self._kept, updates))
         return self._move(self._back, _in_batches(self._departing, updates), self._table.back)
 
     def _move(self, op: CommOp | None, leaving: Sequence[Tensor], leg: Leg) -> Passage:
@@ -190,7 +191,7 @@ class Cohort:
         if self._slots is None or self._slot is None:
             raise StateError(f"{who} has been assigned no slot.")
         lease = self._slots.lease(self._slot, sum(leg.send_splits), sum(leg.receive_splits), self.dtype, who)
-        _copy_all(_laid_out(lease.send, leaving), leaving)
+        copy_all_(_laid_out(lease.send, leaving), leaving)
         handle = self._communicator.all_to_all(op, lease.send, lease.receive, leg.send_splits, leg.receive_splits)
         return Passage(handle, lease)
 
@@ -229,19 +230,13 @@ class Cohort:
 
 
 def _scatter(received: Tensor, arriving: Sequence[Tensor]) -> None:
-    _copy_all(arriving, _laid_out(received, arriving))
+    copy_all_(arriving, _laid_out(received, arriving))
 
 
 def _laid_out(message: Tensor, regions: Sequence[Tensor]) -> list[Tensor]:
     """Where these regions lie in a message, one after the other."""
     parts = torch.split(message[: sum(region.numel() for region in regions)], [region.numel() for region in regions])
     return [part.view(region.shape) for part, region in zip(parts, regions, strict=True)]
-
-
-def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """All copies, casts included, in as few launches as there are dtypes."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _in_batches(regions: Sequence[_HomeRegion], tensors: Sequence[Tensor]) -> list[Tensor]:

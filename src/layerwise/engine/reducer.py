@@ -183,9 +183,9 @@ class GradReducer:
         while self._next < len(self._groups) and all(
             self._progress[index].pending <= 0 for index in self._groups[self._next].buckets
         ):
-            self._launch_group()
+            self._launch_next()
 
-    def _launch_group(self) -> None:
+    def _launch_next(self) -> None:
         if self._next == 0:
             self._before()
         for index in self._groups[self._next].buckets:
@@ -293,7 +293,7 @@ class GradReducer:
 
     def _launch_rest(self) -> None:
         while self._next < len(self._groups):
-            self._launch_group()
+            self._launch_next()
 
     def _finish_round(self) -> None:
         self._launch_rest()

@@ -203,11 +203,10 @@ class Update:
             meanwhile()
             matrices = cohort.unpack(incoming.pop(number_))
             with scope(f"orthogonalise {cohort.label}"):
-                directions = [
-                    self._direction(batch, tensor, options[batch.group])
-                    for batch, tensor in zip(cohort.batches, matrices, strict=True)
-                ]
-            del matrices
+                directions = []
+                for batch in cohort.batches:
+                    # A batch is let go as soon as there is its direction.
+                    directions.append(self._direction(batch, matrices.pop(0), options[batch.group]))
             if number_ > 0:
                 self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1), options)
             with scope(f"return of {cohort.label}"):

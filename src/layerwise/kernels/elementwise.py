@@ -1,14 +1,14 @@
-"""Element-wise parts of the update rules, over lists of flat fp32 tensors.
+"""Element-wise parts of the update rules, and copies, over lists of tensors.
 
-Each list entry is a run of elements with equal options; foreach kernels walk all runs in one launch. Every function is
-element-wise, so the result for an element does not depend on how the params were cut into shards and runs.
+Each list entry is a run of elements with equal options; our own kernels walk all runs in one launch, foreach kernels in
+a few. Every function is element-wise, so the result for an element does not depend on how the params were cut into
+shards and runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +16,6 @@ from torch import Tensor
 from layerwise.kernels.facts import has_own_kernels
 
 Tensors = list[Tensor]
-
-
-def _run_by_run(update: Callable[..., None], *lists: Tensors) -> None:
-    """A kernel of our own, for each run: they launch on the current device."""
-    with torch.cuda.device_of(lists[0][0]):  # type: ignore[no-untyped-call]
-        for run in zip(*lists, strict=True):
-            update(*run)
 
 
 def decay_(masters: Tensors, grads: Tensors, *, lr: float, weight_decay: float, mode: str) -> None:
@@ -48,7 +41,7 @@ def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bo
     if has_own_kernels(grads[0].device):
         from layerwise.kernels.triton_elementwise import fused_momentum_
 
-        _run_by_run(partial(fused_momentum_, momentum=momentum, nesterov=nesterov), grads, momenta)
+        fused_momentum_(grads, momenta, momentum=momentum, nesterov=nesterov)
         return
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, grads, alpha=1.0 - momentum)
@@ -60,8 +53,14 @@ def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bo
 
 
 def subtract_scaled_(masters: Tensors, updates: Tensors, factors: Sequence[float]) -> None:
-    """`W -= factor * U`, with a factor for every run. May scale `updates` in place."""
+    """`W -= factor * U`, with a factor for every run; pairs may be views. May scale `updates` in place. Updates of
+    another dtype count as if they had been cast to that of the masters."""
     if not masters:
+        return
+    if has_own_kernels(masters[0].device):
+        from layerwise.kernels.triton_elementwise import fused_subtract_
+
+        fused_subtract_(masters, updates, factors)
         return
     if masters[0].is_cuda:  # one pass for every factor instead of two passes
         by_factor: dict[float, list[int]] = {}
@@ -70,8 +69,21 @@ def subtract_scaled_(masters: Tensors, updates: Tensors, factors: Sequence[float
         for factor, some in by_factor.items():
             torch._foreach_add_([masters[index] for index in some], [updates[index] for index in some], alpha=-factor)
         return
+    updates = [update.to(master.dtype) for master, update in zip(masters, updates, strict=True)]
     torch._foreach_mul_(updates, list(factors))
     torch._foreach_sub_(masters, updates)
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Every source into its target, casts included; pairs are views of equal shapes."""
+    if not targets:
+        return
+    if has_own_kernels(targets[0].device):
+        from layerwise.kernels.triton_elementwise import fused_copy_
+
+        fused_copy_(targets, sources)
+        return
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def adamw_(
@@ -93,8 +105,7 @@ def adamw_(
     if has_own_kernels(masters[0].device):
         from layerwise.kernels.triton_elementwise import fused_adamw_
 
-        update = partial(fused_adamw_, betas=betas, root=root, eps=eps, size=size)
-        _run_by_run(update, masters, grads, exp_avgs, exp_avg_sqs)
+        fused_adamw_(masters, grads, exp_avgs, exp_avg_sqs, betas=betas, root=root, eps=eps, size=size)
         return
     torch._foreach_mul_(exp_avgs, beta1)
     torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
@@ -113,7 +124,7 @@ def lion_(masters: Tensors, grads: Tensors, exp_avgs: Tensors, *, lr: float, bet
     if has_own_kernels(masters[0].device):
         from layerwise.kernels.triton_elementwise import fused_lion_
 
-        _run_by_run(partial(fused_lion_, lr=lr, betas=betas), masters, grads, exp_avgs)
+        fused_lion_(masters, grads, exp_avgs, lr=lr, betas=betas)
         return
     beta1, beta2 = betas
     directions = torch._foreach_mul(exp_avgs, beta1)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from layerwise.kernels.facts import has_own_kernels
+
 _CHUNK = 1 << 20
 """Elements widened to fp64 at a time: bounds the scratch memory to 8 MiB."""
 
@@ -20,6 +22,10 @@ def square_sums(spans: Sequence[Tensor]) -> Tensor:
     """
     if not spans:
         return torch.zeros(0, dtype=torch.float64)
+    if has_own_kernels(spans[0].device):
+        from layerwise.kernels.triton_stats import fused_square_sums
+
+        return fused_square_sums(spans)
     if spans[0].is_cuda:
         # One launch for all spans and no widened copy; squaring the norm back costs one rounding in fp64.
         return torch.stack(torch._foreach_norm(list(spans), 2, dtype=torch.float64)).square()
@@ -28,9 +34,9 @@ def square_sums(spans: Sequence[Tensor]) -> Tensor:
 
 def _square_sum(span: Tensor) -> Tensor:
     if span.numel() > _CHUNK:
-        first, *rest = map(_square_sum, torch.split(span, _CHUNK))
+        first, *rest = map(_square_sum, torch.split(span.flatten(), _CHUNK))
         return sum(rest, first)
-    wide = span.double()
+    wide = span.double().flatten()
     return torch.dot(wide, wide)
 
 
@@ -49,6 +55,10 @@ def masked_sums(values: Tensor, group_of: Tensor, num_groups: int) -> Tensor:
 
 def count_zeros(spans: Sequence[Tensor]) -> Tensor:
     """How many elements of all spans together are exactly zero, as fp64 (exact up to 2^53)."""
+    if spans and has_own_kernels(spans[0].device):
+        from layerwise.kernels.triton_stats import fused_zero_counts
+
+        return fused_zero_counts(spans).sum()
     total = torch.zeros((), dtype=torch.float64, device=spans[0].device if spans else None)
     for span in spans:
         total = total + (span.numel() - torch.count_nonzero(span)).double()

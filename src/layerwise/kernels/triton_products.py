@@ -9,7 +9,6 @@ function of its own values and shape: no sum crosses matrices, and no sum is cut
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -18,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from layerwise.kernels.products import Tile
+from layerwise.kernels.triton_launch import launch
 
 NOWHERE = tl.constexpr(1 << 28)
 """A row that no matrix has: a store there writes nothing. Triton's fused loops take no `if`."""
@@ -229,13 +229,13 @@ def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     is_huge = max(*strides, *out.stride()) >= 2**31
     key = (x.device, x.dtype, dtype, is_aligned, x.data_ptr() % 16 == 0, is_huge)
     constants = (is_aligned, _ROWS, _COLS)
-    _launch(square_sums_kernel, ("sums", *key), batch * blocks, (x, sums, *size, *strides, *constants), warps=_WARPS)
+    launch(square_sums_kernel, ("sums", *key), batch * blocks, (x, sums, *size, *strides, *constants), warps=_WARPS)
     numel = float(rows * cols)
-    _launch(
+    launch(
         scales_kernel, ("scales", x.device), batch, (sums, exponents, scales, squared, blocks, numel, _SUMS), warps=4
     )
     arguments = (x, out, exponents, *size, *strides, *out.stride()[:2], *constants)
-    _launch(rescale_kernel, ("rescale", *key), batch * blocks, arguments, warps=_WARPS)
+    launch(rescale_kernel, ("rescale", *key), batch * blocks, arguments, warps=_WARPS)
     return out, scales, squared
 
 
@@ -273,7 +273,7 @@ def symmetric(
         alpha, beta, gamma, diagonal, scales, *flags, tile.rows, tile.cols, tile.depth, tile.parts,
     )  # fmt: skip
     key = ("symmetric", left.device, left.dtype, tile, flags)
-    _launch(symmetric_kernel, key, programs, arguments, warps=tile.warps, stages=tile.stages)
+    launch(symmetric_kernel, key, programs, arguments, warps=tile.warps, stages=tile.stages)
     return out
 
 
@@ -303,29 +303,12 @@ def full(
         scales, *flags, tile.rows, tile.cols, tile.depth, _GROUP,
     )  # fmt: skip
     key = ("full", left.device, left.dtype, out.dtype, tile, flags)
-    _launch(full_kernel, key, programs, arguments, warps=tile.warps, stages=tile.stages)
+    launch(full_kernel, key, programs, arguments, warps=tile.warps, stages=tile.stages)
     return out
 
 
 _GROUP = 8
 """Rows of tiles that are walked together."""
-
-_compiled: dict[tuple[object, ...], Any] = {}
-"""What Triton compiled, by all that it may depend on."""
-
-
-def _launch(
-    kernel: Any, key: tuple[object, ...], programs: int, arguments: tuple[object, ...], *, warps: int, stages: int = 3
-) -> None:
-    """Launch a kernel; from the second time on without Triton's look at every argument, which takes as long as a small
-    product does."""
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[(programs, 1, 1)](*arguments)
-        return
-    compiled = kernel[(programs,)](*arguments, num_warps=warps, num_stages=stages)
-    if compiled is not None:  # the interpreter compiles nothing
-        _compiled[key] = compiled
 
 
 def _descriptor(x: Tensor | None, block: list[int]) -> TensorDescriptor | None:

@@ -81,9 +81,9 @@ def test_a_tie_names_a_trainable_param_of_its_stage() -> None:
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ("flat", {"elements": "128", "shards": "2", "borders": "[]"}),
-        ("compact", {"elements": "30", "shards": "2", "borders": "[0, 0, 30]"}),
-        ("replicated", {"elements": "128", "shards": "1", "borders": "[]"}),
+        ("flat", {"elements": "128", "shards": "{'equal': 2}"}),
+        ("compact", {"elements": "30", "shards": "{'borders': [0, 0, 30]}"}),
+        ("replicated", {"elements": "128", "shards": "{'copies': 2}"}),
     ],
 )
 def test_how_a_tied_weight_is_stored_and_routed_is_told_in_words(layout: str, expected: dict[str, str]) -> None:

@@ -16,15 +16,15 @@ from layerwise.comm.handles import Handle
 from layerwise.engine import publisher
 from layerwise.engine.publisher import Publisher
 from layerwise.errors import StateError
-from layerwise.memory.storage import Bucket
+from layerwise.memory.replicas import Replica
 from tests.ranks import raised, run_ranks
 
 
 class Work:
     """A gather that arrives when it is told to, or fails as often as it is waited for."""
 
-    def __init__(self, bucket: Bucket, error: Exception | None = None) -> None:
-        self.bucket, self.error = bucket, error
+    def __init__(self, replica: Replica, error: Exception | None = None) -> None:
+        self.replica, self.error = replica, error
         self.arrived = threading.Event()
         self.is_waited_for = threading.Event()
 
@@ -33,7 +33,7 @@ class Work:
         if self.error is not None:
             raise self.error
         assert self.arrived.wait(timeout=60)
-        self.bucket.replica.fill_(7.0)
+        self.replica.weights.fill_(7.0)
 
     def is_completed(self) -> bool:
         return self.arrived.is_set()
@@ -42,10 +42,9 @@ class Work:
 def stale(error: Exception | None = None, prefetch: int | None = None) -> tuple[layerwise.DataParallel, Work]:
     """A model whose one bucket is under way."""
     model = layerwise.DataParallel(nn.Linear(4, 4, bias=False), prefetch=prefetch)
-    (bucket,) = model.engine.storage.shards
-    work = Work(bucket, error)
-    bucket.advance()
-    with mock.patch.object(Publisher, "_start", return_value=Handle("a gather", bucket.replica, (), (work,))):
+    (replica,) = model.engine.storage.replicas
+    work = Work(replica, error)
+    with mock.patch.object(Publisher, "_start", return_value=Handle("a gather", replica.weights, (), (work,))):
         model.engine.publisher.begin()
     return model, work
 
@@ -82,7 +81,7 @@ def test_a_rank_that_reads_alone_is_told_what_it_waits_for(
 
 def test_a_launch_that_failed_is_made_again() -> None:
     model, work = stale(prefetch=0)
-    (bucket,) = model.engine.storage.shards
+    (replica,) = model.engine.storage.replicas
     with (
         mock.patch.object(Publisher, "_start", side_effect=RuntimeError("no tracing in here")),
         mock.patch.object(model.engine.publisher, "_ops", [object()]),
@@ -90,7 +89,7 @@ def test_a_launch_that_failed_is_made_again() -> None:
     ):
         model(torch.ones(1, 4))
     work.arrived.set()
-    handle = Handle("a gather", bucket.replica, (), (work,))
+    handle = Handle("a gather", replica.weights, (), (work,))
     with (
         mock.patch.object(Publisher, "_start", return_value=handle),
         mock.patch.object(model.engine.publisher, "_ops", [object()]),
@@ -163,7 +162,7 @@ def test_aligned_gathers_are_those_of_one_chunk_also_with_layers_that_nobody_run
         optimizer.step()
     first(torch.ones(1, 8))
     state_of: dict[int, set[str]] = {0: set(), 1: set()}
-    for bucket in model.engine.storage.shards:
-        state_of[model.plan.buffers[bucket.plan.buffer].key.chunk].add(bucket.replica_state.value)
+    for replica in model.engine.storage.replicas:
+        state_of[model.plan.buffers[replica.plan.buffer].key.chunk].add(replica.state.value)
     assert "stale" not in state_of[0]
     assert state_of[1] == {"stale"}

@@ -14,7 +14,8 @@ from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.schedule import CommOp
 from layerwise.layout.storage import GRAD_SLOTS, Reducer
-from layerwise.memory.storage import GradRing, Storage
+from layerwise.memory.replicas import GradRing
+from layerwise.memory.storage import Storage
 from layerwise.models.table import named_trainables, param_table
 from tests.worlds import shapes_module
 
@@ -57,7 +58,7 @@ def test_nothing_is_launched_early_before_one_backward_was_seen(parts: tuple[Gra
     all_gradients(reducer, storage, in_plan_order(storage))
     assert communicator.launched == []
     reducer.finish()
-    assert communicator.launched == [bucket.plan.label for bucket in storage.shards]
+    assert communicator.launched == [shard.plan.label for shard in storage.shards]
 
 
 def test_buckets_are_launched_in_plan_order_whatever_order_gradients_come_in(
@@ -71,7 +72,7 @@ def test_buckets_are_launched_in_plan_order_whatever_order_gradients_come_in(
     all_gradients(reducer, storage, backwards[:-1])
     assert communicator.launched == []  # the first bucket is not full, so nobody overtakes it
     all_gradients(reducer, storage, backwards[-1:])
-    assert communicator.launched == [bucket.plan.label for bucket in storage.shards]
+    assert communicator.launched == [shard.plan.label for shard in storage.shards]
 
 
 def test_microbatches_that_do_not_sync_launch_nothing(parts: tuple[GradReducer, Recording, Storage]) -> None:
@@ -173,7 +174,7 @@ def released(
 
 
 def ring_of(storage: Storage, fqn: str = "layer0.weight") -> GradRing:
-    ring = storage.shards[storage.plan.bucket_of[fqn]].ring
+    ring = storage.replicas[storage.plan.bucket_of[fqn]].ring
     assert ring is not None
     return ring
 
@@ -190,7 +191,7 @@ def backward(
 
 def sums(storage: Storage) -> set[float]:
     """What this rank's shards of reduced gradients hold, padding left out."""
-    return {value for bucket in storage.shards for span in bucket.spans for value in bucket.update[span.part].tolist()}
+    return {value for shard in storage.shards for span in shard.spans for value in shard.update[span.part].tolist()}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -208,7 +209,7 @@ def test_released_rounds_add_up_to_what_all_microbatches_brought(overlap: bool, 
 
 def test_every_round_launches_every_bucket_in_plan_order() -> None:
     reducer, twins, storage = released()
-    order = [bucket.plan.label for bucket in storage.shards]
+    order = [shard.plan.label for shard in storage.shards]
     backwards = list(reversed(in_plan_order(storage)))
     backward(reducer, storage, 1.0, sync=False)
     assert twins.launched == order
@@ -267,7 +268,7 @@ def test_no_full_gradient_is_left_after_its_reduction() -> None:
     reducer, _, storage = released()
     backward(reducer, storage, 1.0, sync=True)
     reducer.finish()
-    assert all(bucket.grad is None for bucket in storage.shards)
+    assert all(replica.grad is None for replica in storage.replicas)
     with pytest.raises(StateError, match=r"bucket \d+ has no gradient memory: it was released when it was reduced"):
         storage.grad_view("layer0.weight")
 
@@ -283,10 +284,10 @@ def test_a_gradient_that_comes_after_its_bucket_was_launched_joins_the_next_roun
     assert not reducer.late
     backward(reducer, storage, 1.0, sync=True)
     reducer.finish()
-    found = {span.fqn: set(bucket.update[span.part].tolist()) for bucket in storage.shards for span in bucket.spans}
+    found = {span.fqn: set(shard.update[span.part].tolist()) for shard in storage.shards for span in shard.spans}
     assert found.pop("layer0.weight") == {2.0 * (3 + 32)}
     assert {value for values in found.values() for value in values} == {6.0}
-    assert twins.launched == [bucket.plan.label for bucket in storage.shards] * 3
+    assert twins.launched == [shard.plan.label for shard in storage.shards] * 3
 
 
 def test_a_gradient_that_comes_after_the_last_launch_is_reduced_again() -> None:
@@ -298,8 +299,8 @@ def test_a_gradient_that_comes_after_the_last_launch_is_reduced_again() -> None:
     twins.launched.clear()
     reducer.reduce_again(reducer.late)
     assert twins.launched == [f"bucket {storage.plan.bucket_of['layer1.weight']}"]
-    bucket = storage.shards[storage.plan.bucket_of["layer1.weight"]]
-    assert bucket.update.unique().tolist() == [8.0]
+    shard = storage.shards[storage.plan.bucket_of["layer1.weight"]]
+    assert shard.update.unique().tolist() == [8.0]
 
 
 def test_a_missing_gradient_is_zero_in_its_round_whatever_the_slot_held_before() -> None:
@@ -308,12 +309,12 @@ def test_a_missing_gradient_is_zero_in_its_round_whatever_the_slot_held_before()
     backward(reducer, storage, 7.0, sync=False)
     backward(reducer, storage, 1.0, sync=True, order=[fqn for fqn in everything if fqn != "layer1.weight"])
     assert reducer.finish() == frozenset()  # it had one in the first round
-    bucket = storage.shards[storage.plan.bucket_of["layer1.weight"]]
-    assert bucket.update.unique().tolist() == [14.0]
+    shard = storage.shards[storage.plan.bucket_of["layer1.weight"]]
+    assert shard.update.unique().tolist() == [14.0]
     reducer.reset()
     backward(reducer, storage, 1.0, sync=True, order=[fqn for fqn in everything if fqn != "layer1.weight"])
     assert reducer.finish() == {"layer1.weight"}
-    assert bucket.update.unique().tolist() == [0.0]
+    assert shard.update.unique().tolist() == [0.0]
 
 
 def test_reset_in_the_middle_of_a_round_gives_every_slot_back_and_starts_afresh() -> None:
@@ -333,7 +334,7 @@ def test_the_end_of_a_block_means_nothing_where_full_gradients_are_kept() -> Non
     reducer, twins, storage = released(shard_grads=False)
     backward(reducer, storage, 1.0, sync=False)
     assert twins.launched == []
-    assert all(bucket.ring is None for bucket in storage.shards)
+    assert all(replica.ring is None for replica in storage.replicas)
     backward(reducer, storage, 2.0, sync=True)
     reducer.finish()
     assert sums(storage) == {6.0}
@@ -350,7 +351,7 @@ def test_a_later_chunk_is_launched_at_once_and_the_first_bucket_by_bucket() -> N
         reducer.write(fqn, torch.ones_like(storage.params[fqn]), sync=True)
         launches.append(len(twins.launched))
     # The second chunk comes first in backward: its norm (two params) and its matrices, one group. Then the first chunk.
-    later = len([bucket for bucket in storage.shards if storage.plan.buffers[bucket.plan.buffer].key.chunk == 1])
+    later = len([bucket for bucket in storage.plan.buckets if storage.plan.buffers[bucket.buffer].key.chunk == 1])
     assert max(launches) == later
     assert sorted(launches, reverse=True)[1] == 1
     assert launches.index(later) < len(launches) // 2 + 1

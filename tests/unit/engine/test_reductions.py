@@ -12,7 +12,8 @@ from layerwise.engine.reductions import reduction_of
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.storage import Reducer
-from layerwise.memory.storage import Bucket, Storage
+from layerwise.memory.replicas import Replica
+from layerwise.memory.storage import Storage
 from layerwise.models.table import named_trainables, param_table, plain_dtype
 from tests.ranks import run_ranks
 from tests.worlds import shapes_module
@@ -20,10 +21,10 @@ from tests.worlds import shapes_module
 SHAPES = [(8, 8), (4, 8), (3, 5)]
 
 
-def bucket_of(
+def replica_of(
     layout: str, reducer: Reducer, world: int, rank: int, dtype: torch.dtype = torch.float32, **options: Any
-) -> Bucket:
-    """The one bucket of matrices."""
+) -> Replica:
+    """The replica of the one bucket of matrices."""
     module = shapes_module(SHAPES)
     plan = make_plan(
         param_table(module),
@@ -31,7 +32,7 @@ def bucket_of(
         world=world,
     )
     storage = Storage(plan, named_trainables(module), {"dense": rank})
-    return storage.shards[plan.bucket_of["layer0.weight"]]
+    return storage.replicas[plan.bucket_of["layer0.weight"]]
 
 
 def gradient_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -43,21 +44,21 @@ def gradient_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def reduce_once(rank: int, world: int, layout: str, reducer: Reducer, dtype: torch.dtype) -> tuple[Tensor, int, int]:
     """This rank's shard of the sum, where it starts in the bucket, and the bytes that were sent."""
-    bucket = bucket_of(layout, reducer, world, rank, dtype)
+    replica = replica_of(layout, reducer, world, rank, dtype)
     communicator = Communicator(dist.group.WORLD)
-    reduction = reduction_of(bucket, plain_dtype(dtype, "grad_dtype"), communicator)
+    reduction = reduction_of(replica, plain_dtype(dtype, "grad_dtype"), communicator)
     assert reduction.dtype == dtype
-    assert bucket.grad is not None
-    bucket.grad.copy_(gradient_of(rank, bucket.plan.numel, dtype))
-    reduction.start(bucket.grad, bucket.grad_shard, 0).wait()
-    return bucket.grad_shard.clone(), bucket.plan.shard_start(bucket.shard), sum(communicator.sent_nbytes.values())
+    assert replica.grad is not None
+    replica.grad.copy_(gradient_of(rank, replica.plan.numel, dtype))
+    reduction.start(replica.grad, replica.grad_shard, 0).wait()
+    return replica.grad_shard.clone(), replica.plan.shards.start(rank), sum(communicator.sent_nbytes.values())
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded", "compact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_ordered_sum_is_taken_in_fp32_in_the_order_of_ranks(layout: str, dtype: torch.dtype) -> None:
     world = 4
-    plan = bucket_of(layout, "ordered", world, 0, dtype).plan
+    plan = replica_of(layout, "ordered", world, 0, dtype).plan
     expected = torch.zeros(plan.numel)
     for rank in range(world):
         expected = expected + gradient_of(rank, plan.numel, dtype).float()
@@ -76,17 +77,17 @@ def test_a_bf16_wire_does_not_mean_a_bf16_sum() -> None:
 
 
 def reduce_small(rank: int, world: int, reducer: Reducer) -> list[float]:
-    bucket = bucket_of("flat", reducer, world, rank, torch.bfloat16)
-    assert bucket.grad is not None
-    bucket.grad.fill_(256.0 if rank == 0 else 1.0)
-    reduction = reduction_of(bucket, plain_dtype(torch.bfloat16, "x"), Communicator(dist.group.WORLD))
-    return reduction.start(bucket.grad, bucket.grad_shard, 0).wait().tolist()
+    replica = replica_of("flat", reducer, world, rank, torch.bfloat16)
+    assert replica.grad is not None
+    replica.grad.fill_(256.0 if rank == 0 else 1.0)
+    reduction = reduction_of(replica, plain_dtype(torch.bfloat16, "x"), Communicator(dist.group.WORLD))
+    return reduction.start(replica.grad, replica.grad_shard, 0).wait().tolist()
 
 
 @pytest.mark.parametrize("layout", ["compact", "replicated"])
 def test_an_all_reduce_leaves_every_rank_its_shard_of_the_sum(layout: str) -> None:
     world = 2
-    plan = bucket_of(layout, "collective", world, 0).plan
+    plan = replica_of(layout, "collective", world, 0).plan
     expected = gradient_of(0, plan.numel, torch.float32) + gradient_of(1, plan.numel, torch.float32)
     for shard, start, _ in run_ranks(world, reduce_once, layout, "collective", torch.float32):
         assert torch.equal(shard, expected[start : start + shard.numel()])
@@ -94,12 +95,12 @@ def test_an_all_reduce_leaves_every_rank_its_shard_of_the_sum(layout: str) -> No
 
 def reduce_apart(rank: int, world: int, layout: str, reducer: Reducer) -> tuple[list[float], bool]:
     """Into memory apart from the gradient's; whether the gradient's own shard was left alone where it may not change."""
-    bucket = bucket_of(layout, reducer, world, rank)
-    assert bucket.grad is not None
-    bucket.grad.fill_(float(rank + 1))
-    out = torch.full_like(bucket.grad_shard, -1.0)
-    reduction = reduction_of(bucket, plain_dtype(torch.float32, "x"), Communicator(dist.group.WORLD))
-    found = reduction.start(bucket.grad, out, 0).wait()
+    replica = replica_of(layout, reducer, world, rank)
+    assert replica.grad is not None
+    replica.grad.fill_(float(rank + 1))
+    out = torch.full_like(replica.grad_shard, -1.0)
+    reduction = reduction_of(replica, plain_dtype(torch.float32, "x"), Communicator(dist.group.WORLD))
+    found = reduction.start(replica.grad, out, 0).wait()
     return found.unique().tolist(), found.data_ptr() == out.data_ptr()
 
 
@@ -113,10 +114,10 @@ def test_a_sum_lands_where_it_was_asked_for(layout: str, reducer: Reducer) -> No
 
 def wire_of(full: Tensor, *, rank: int = 0, round_number: int = 0, **options: Any) -> Tensor:
     """What a rank puts on the wire with stochastic rounding: of one rank, that is what it gets back."""
-    bucket = bucket_of("flat", "ordered_bf16", 1, 0, **options)
+    replica = replica_of("flat", "ordered_bf16", 1, 0, **options)
     communicator = Communicator(None)
     communicator.rank = rank
-    reduction = reduction_of(bucket, plain_dtype(torch.float32, "x"), communicator)
+    reduction = reduction_of(replica, plain_dtype(torch.float32, "x"), communicator)
     source = full.clone()
     rounded = reduction._rounded(source, round_number)  # type: ignore[attr-defined]
     assert torch.equal(source, full)
@@ -137,18 +138,18 @@ def test_buckets_of_one_round_do_not_round_alike() -> None:
     for fqn in ("layer0.weight", "layer1.weight"):
         module = shapes_module(SHAPES)
         plan = make_plan(param_table(module), Options(layout="flat", reducer="ordered_bf16", bucket_numel=1), world=1)
-        bucket = Storage(plan, named_trainables(module), {"dense": 0}).buckets[plan.bucket_of[fqn]]
-        reduction = reduction_of(bucket, plain_dtype(torch.float32, "x"), Communicator(None))
+        replica = Storage(plan, named_trainables(module), {"dense": 0}).replicas[plan.bucket_of[fqn]]
+        reduction = reduction_of(replica, plain_dtype(torch.float32, "x"), Communicator(None))
         found.append(reduction._rounded(full, 0))  # type: ignore[attr-defined]
     assert not torch.equal(found[0], found[1])
 
 
 def test_one_rank_reduces_by_every_kind_and_sends_nothing() -> None:
     for layout, reducer in (("flat", "collective"), ("compact", "collective"), ("flat", "ordered")):
-        bucket = bucket_of(layout, reducer, 1, 0)  # type: ignore[arg-type]
+        replica = replica_of(layout, reducer, 1, 0)  # type: ignore[arg-type]
         communicator = Communicator(None)
-        assert bucket.grad is not None
-        bucket.grad.fill_(2.5)
-        reduction = reduction_of(bucket, plain_dtype(torch.float32, "x"), communicator)
-        assert reduction.start(bucket.grad, bucket.grad_shard, 0).wait().unique().tolist() == [2.5]
+        assert replica.grad is not None
+        replica.grad.fill_(2.5)
+        reduction = reduction_of(replica, plain_dtype(torch.float32, "x"), communicator)
+        assert reduction.start(replica.grad, replica.grad_shard, 0).wait().unique().tolist() == [2.5]
         assert set(communicator.sent_nbytes.values()) == {0}

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from layerwise.kernels.elementwise import adamw_, decay_, lion_, momentum_, subtract_scaled_
+from layerwise.kernels.elementwise import adamw_, copy_all_, decay_, lion_, momentum_, subtract_scaled_
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 
 WEIGHTS = [0.5, -1.25, 2.0, 0.0]
@@ -66,6 +66,23 @@ def test_an_update_is_taken_off_with_the_factor_of_its_run() -> None:
     subtract_scaled_(masters, two_runs(GRADS[0]), [0.5, 3.0])
     factors = [0.5, 3.0, 3.0, 3.0]
     assert joined(masters) == close([w - f * u for w, f, u in zip(WEIGHTS, factors, GRADS[0], strict=True)])
+
+
+def test_an_update_in_bf16_is_multiplied_in_the_dtype_of_the_weights() -> None:
+    weights, update = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5, -1.5], [1.0, 3.0]])
+    kept = update.bfloat16()
+    subtract_scaled_([weights], [kept.mT], [0.1])
+    assert weights.flatten().tolist() == close([1 - 0.05, 2 - 0.1, 3 + 0.15, 4 - 0.3])
+    assert torch.equal(kept, update.bfloat16())
+
+
+def test_copies_cast_and_keep_to_their_views() -> None:
+    whole, other = torch.zeros(3, 4), torch.zeros(2, dtype=torch.bfloat16)
+    sources = [torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.bfloat16), torch.tensor([1.0, 2.0])]
+    copy_all_([whole[:, 1:3], other], sources)
+    assert whole.tolist() == [[0, 1, 2, 0], [0, 3, 4, 0], [0, 5, 6, 0]]
+    assert other.tolist() == [1, 2]
+    copy_all_([], [])
 
 
 def test_adamw_corrects_both_averages_for_their_start() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.layout.exchange import Exchange, Leg, Parcel, exchange_for, sent_numel
+from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.spans import Address, Span
 from layerwise.routing.matrices import Matrix
@@ -278,7 +279,7 @@ def test_sent_numel_is_the_sum_over_all_tables(case: Worked) -> None:
 
 @pytest.mark.parametrize("layout", ["padded", "compact", "replicated"])
 def test_where_everybody_works_on_what_he_holds_nothing_moves(layout: str) -> None:
-    plan = make_plan(table_of([(f"w{number}", (8, 8)) for number in range(5)]), world=3, layout=layout)
+    plan = make_plan(table_of([(f"w{number}", (8, 8)) for number in range(5)]), Options(layout=layout), world=3)
     (work,) = plan.works
     shards = {shard.index: shard for shard in plan.shards}
     assert sent_numel(work, shards) == [([0] * 3, [0] * 3)] * work.num_cohorts

@@ -38,11 +38,11 @@ def matrices(draw: st.DrawFn, max_ties: int = 2) -> ParamTable:
 
 
 def owners_in(plan: Plan) -> dict[str, int]:
-    """The one shard that each param lies in."""
+    """The one rank that each param lies with."""
     found = {}
     for bucket in plan.buckets:
-        for shard in range(bucket.num_shards):
-            found.update({span.fqn: shard for span in bucket.spans(shard)})
+        for rank in range(bucket.world):
+            found.update({span.fqn: rank for span in bucket.spans(rank)})
     return found
 
 

@@ -94,9 +94,9 @@ def test_a_plan_made_again_from_a_copy_of_its_table_is_equal(plan: Plan) -> None
 
 @LIGHT
 @given(plans(), st.randoms(use_true_random=False))
-def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_buffers(plan: Plan, rng: Random) -> None:
+def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_shards(plan: Plan, rng: Random) -> None:
     shuffled_routes = dict(rng.sample(sorted(plan.routes.items()), len(plan.routes)))
-    shuffled_buffers = rng.sample(plan.buffers, len(plan.buffers))
+    shuffled_shards = rng.sample(plan.shards, len(plan.shards))
     shuffled_worlds = dict(rng.sample(sorted(plan.world_by_domain.items()), len(plan.world_by_domain)))
     storage = [
         plan_storage(plan.table, routes, world_by_domain=worlds, layout=plan.options.layout, bucket_numel=300)
@@ -105,8 +105,8 @@ def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_buffers(plan: 
     assert storage[0] == storage[1]
     for domain, world in plan.world_by_domain.items():
         settings = {"domain": domain, "world": world, "cohort_numel": 200}
-        assert plan_work(plan.buffers, plan.routes, **settings) == plan_work(
-            shuffled_buffers, shuffled_routes, **settings
+        assert plan_work(plan.shards, plan.routes, **settings) == plan_work(
+            shuffled_shards, shuffled_routes, **settings
         )
 
 

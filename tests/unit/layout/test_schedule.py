@@ -11,7 +11,7 @@ from layerwise.dtypes import DType
 from layerwise.layout.exchange import exchange_for
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.schedule import pipelined, wire_nbytes
+from layerwise.layout.schedule import staggered, wire_nbytes
 from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, ParamSync, Reducer
 from layerwise.layout.work import WorkPlan
 from layerwise.routing.spec import ParamTable, table_of
@@ -19,7 +19,7 @@ from tests.strategies import LIGHT, plans, tables
 
 
 def test_cohort_two_is_on_its_way_while_cohort_one_is_computed() -> None:
-    assert list(pipelined(3)) == [
+    assert list(staggered(3)) == [
         ("exchange", 0),
         ("exchange", 1),
         ("return", 0),
@@ -27,13 +27,13 @@ def test_cohort_two_is_on_its_way_while_cohort_one_is_computed() -> None:
         ("return", 1),
         ("return", 2),
     ]
-    assert list(pipelined(1)) == [("exchange", 0), ("return", 0)]
-    assert list(pipelined(0)) == []
+    assert list(staggered(1)) == [("exchange", 0), ("return", 0)]
+    assert list(staggered(0)) == []
 
 
 @given(st.integers(0, 40))
 def test_every_cohort_goes_once_and_returns_once_after_it_went(num_cohorts: int) -> None:
-    order = list(pipelined(num_cohorts))
+    order = list(staggered(num_cohorts))
     assert Counter(order) == Counter(
         (phase, cohort) for phase in ("exchange", "return") for cohort in range(num_cohorts)
     )
@@ -59,7 +59,7 @@ def test_the_schedule_reduces_then_takes_stats_then_exchanges_then_publishes(pla
     expected = [
         (phase, f"{work.domain} cohort {cohort}")
         for work in plan.works
-        for phase, cohort in pipelined(work.num_cohorts)
+        for phase, cohort in staggered(work.num_cohorts)
         if moves(plan, work, cohort)
     ]
     assert exchanges == expected
@@ -67,8 +67,12 @@ def test_the_schedule_reduces_then_takes_stats_then_exchanges_then_publishes(pla
 
 def moves(plan: Plan, work: WorkPlan, cohort: int) -> bool:
     """Whether any rank sends any of a cohort, from the exchange tables."""
-    buckets = {bucket.index: bucket for bucket in plan.buckets}
-    return any(sum(exchange_for(work, buckets, cohort, rank).send_splits) for rank in range(work.world))
+    shards = {shard.index: shard for shard in plan.shards}
+    tables = [exchange_for(work, shards, cohort, rank) for rank in range(work.world)]
+    there = any(sum(table.there.send_splits) for table in tables)
+    back = any(sum(table.back.send_splits) for table in tables)
+    assert there == back  # in no layout do copies get what no home was sent
+    return there
 
 
 @dataclass(frozen=True)
@@ -94,18 +98,19 @@ class Recount:
                     mine = self.shard_numels(bucket)[self.ranks[bucket.domain]]
                     total["all_reduce"] += 2 * (mine * 4 * (self.stages - 1) // self.stages)
         total["all_reduce"] += 2 * (stats_numel * 8 * (self.plan.ranks - 1) // self.plan.ranks)
-        buckets = {bucket.index: bucket for bucket in self.plan.buckets}
+        shards = {shard.index: shard for shard in self.plan.shards}
         for work in self.plan.works:
             for cohort in range(work.num_cohorts):
-                table = exchange_for(work, buckets, cohort, self.ranks[work.domain])
-                total["all_to_all"] += 2 * (sum(table.send_splits) + sum(table.receive_splits))
+                table = exchange_for(work, shards, cohort, self.ranks[work.domain])
+                total["all_to_all"] += 2 * (sum(table.there.send_splits) + sum(table.back.send_splits))
         return {kind: nbytes for kind, nbytes in total.items() if nbytes}
 
     def shard_numels(self, bucket: BucketPlan) -> list[int]:
         """Elements that each rank of the domain holds, padding included."""
-        if bucket.num_shards == 1:
+        edges = [bucket.shards.start(rank) for rank in range(bucket.world)]
+        if self.plan.buffers[bucket.buffer].key.layout == "replicated":
+            assert edges == [0] * bucket.world
             return [bucket.numel] * bucket.world
-        edges = [bucket.shard_start(shard) for shard in range(bucket.num_shards)]
         return [stop - start for start, stop in itertools.pairwise([*edges, bucket.numel])]
 
     def reduced(self, buffer: BufferPlan, bucket: BucketPlan) -> dict[str, int]:
@@ -122,7 +127,7 @@ class Recount:
         if buffer.key.layout == "replicated" or world == 1:
             return {}
         if self.param_sync == "broadcast":
-            held = sum(span.numel for shard in range(bucket.num_shards) for span in bucket.spans(shard))
+            held = sum(span.numel for rank in range(world) for span in bucket.spans(rank))
             return {"broadcast": held * size}
         if buffer.key.layout == "compact":
             successor = (self.ranks[bucket.domain] + 1) % world

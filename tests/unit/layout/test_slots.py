@@ -90,7 +90,7 @@ def test_idle_runs_are_what_no_shard_of_this_rank_needs(layout: str, grad_dtype:
         for number, buffer in enumerate(plan.buffers):
             needed = [False] * buffer.numel
             for bucket in buffer.buckets:
-                part = bucket.shard_part(bucket.shard_of(rank))
+                part = bucket.shard_part(rank)
                 for place in range(bucket.offset + part.start, bucket.offset + part.stop):
                     needed[place] = grad_dtype is DType.FP32
             assert idle[number] == [not need for need in needed]

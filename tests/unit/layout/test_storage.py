@@ -2,6 +2,7 @@ import itertools
 import math
 from collections import defaultdict
 from dataclasses import replace
+from operator import add
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
+from layerwise.layout.intervals import Copied, Equal
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.storage import BucketPlan, BufferPlan, default_bucket_numel
@@ -18,22 +20,31 @@ from tests.strategies import LIGHT, PADDED, SHARDED, plans, tables, worlds
 
 
 def intervals_by_param(plan: Plan) -> dict[str, list[tuple[int, int]]]:
-    """What every shard of every bucket says it holds of each param."""
+    """What every shard of every bucket says it holds of each param; copies count once."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for bucket in plan.buckets:
-        for shard in range(bucket.num_shards):
-            for span in bucket.spans(shard):
+        for rank in first_holders(bucket):
+            for span in bucket.spans(rank):
                 found[span.fqn].append((span.start, span.stop))
     return found
 
 
+def first_holders(bucket: BucketPlan) -> range:
+    """The ranks that hold parts of a bucket of which nobody before them has a copy."""
+    is_copied = isinstance(bucket.shards, Copied)
+    assert [bucket.shards.copies(rank) for rank in range(bucket.world)] == [
+        range(bucket.world) if is_copied else range(rank, rank + 1) for rank in range(bucket.world)
+    ]
+    return range(1 if is_copied else bucket.world)
+
+
 def holders_of(plan: Plan) -> dict[str, list[int]]:
-    """The shards that hold something of each param, from the spans alone."""
+    """The ranks that hold something of each param, from the spans alone."""
     found: dict[str, list[int]] = defaultdict(list)
     for bucket in plan.buckets:
-        for shard in range(bucket.num_shards):
-            for span in bucket.spans(shard):
-                found[span.fqn].append(shard)
+        for rank in range(bucket.world):
+            for span in bucket.spans(rank):
+                found[span.fqn].append(rank)
     return found
 
 
@@ -57,8 +68,9 @@ def test_every_element_of_every_trainable_param_has_exactly_one_owner(plan: Plan
 def test_no_param_of_matrices_crosses_a_shard_where_the_layout_keeps_them_whole(plan: Plan) -> None:
     holders = holders_of(plan)
     for buffer, bucket in buckets_of(plan):
-        assert bucket.whole == (buffer.key.family == "matrix")
-        for placement in bucket.placements if bucket.whole else ():
+        is_whole = buffer.key.family == "matrix"
+        assert bucket.work == ("stay" if is_whole else "balance")
+        for placement in bucket.placements if is_whole else ():
             assert len(holders[placement.fqn]) == (1 if placement.numel else 0)
 
 
@@ -68,7 +80,7 @@ def test_where_params_are_whole_the_rank_that_holds_a_matrix_is_its_home_and_not
     holders = holders_of(plan)
     for work in plan.works:
         for item in work.items:
-            assert plan.world_by_domain[work.domain] == 1 or [item.home] == holders[item.matrix.fqn]
+            assert list(item.homes) == holders[item.matrix.fqn]
     assert not any(op.phase in ("exchange", "return") for op in plan.schedule(stats_numel=1).ops)
 
 
@@ -77,18 +89,20 @@ def test_where_params_are_whole_the_rank_that_holds_a_matrix_is_its_home_and_not
 def test_shards_of_a_bucket_follow_one_another_and_cover_it(plan: Plan) -> None:
     for buffer, bucket in buckets_of(plan):
         world = plan.world_by_domain[buffer.key.domain]
-        assert (bucket.world, bucket.num_shards) == (world, 1 if buffer.key.layout == "replicated" else world)
-        numels = [bucket.shard_numel(shard) for shard in range(bucket.num_shards)]
-        starts = [bucket.shard_start(shard) for shard in range(bucket.num_shards)]
-        assert starts == [0, *itertools.accumulate(numels)][:-1]
+        is_copied = buffer.key.layout == "replicated"
+        assert (bucket.world, bucket.shards.is_split) == (world, world > 1 and not is_copied)
+        numels = [bucket.shard_numel(rank) for rank in range(world)]
+        starts = [bucket.shards.start(rank) for rank in range(world)]
+        assert starts == ([0] * world if is_copied else [0, *itertools.accumulate(numels)][:-1])
         assert min(numels) >= 0
-        assert sum(numels) == bucket.numel
-        assert bucket.shard_numels() == tuple(numels)
-        assert [bucket.shard_part(shard) for shard in range(bucket.num_shards)] == [
+        assert sum(numels) == bucket.numel * (world if is_copied else 1)
+        assert bucket.shard_numels() == bucket.shards.numels() == tuple(numels)
+        assert [bucket.shard_part(rank) for rank in range(world)] == [
             slice(start, start + numel) for start, numel in zip(starts, numels, strict=True)
         ]
+        assert [bucket.shards.stop(rank) for rank in range(world)] == list(map(add, starts, numels))
         if buffer.key.layout != "compact":
-            assert not bucket.borders
+            assert isinstance(bucket.shards, Copied if is_copied else Equal)
             assert len(set(numels)) == 1
 
 
@@ -99,8 +113,9 @@ def test_a_compact_bucket_has_no_padding_and_holds_one_owners_params_after_the_o
         if buffer.key.layout == "compact":
             ends = itertools.accumulate((placement.numel for placement in bucket.placements), initial=0)
             assert [*(placement.offset for placement in bucket.placements), bucket.numel] == list(ends)
-            holding = [bucket.shards_holding(placement, 0, placement.numel) for placement in bucket.placements]
-            owners = [shards.start for shards in holding if shards]
+            holding = [bucket.shards.ranks(at.offset, at.offset + at.numel) for at in bucket.placements]
+            assert all(len(ranks) == 1 for ranks in holding if ranks)
+            owners = [ranks.start for ranks in holding if ranks]
             assert owners == sorted(owners)
         assert buffer.padding == 0 or buffer.key.layout == "flat"
 
@@ -109,14 +124,14 @@ def test_a_compact_bucket_has_no_padding_and_holds_one_owners_params_after_the_o
 @given(plans())
 def test_spans_of_a_shard_lie_inside_it_and_apart(plan: Plan) -> None:
     for bucket in plan.buckets:
-        for shard in range(bucket.num_shards):
+        for rank in range(bucket.world):
             cursor = 0
-            for span in bucket.spans(shard):
+            for span in bucket.spans(rank):
                 assert span.shard_offset >= cursor
                 assert span.numel > 0
                 assert span.part == slice(span.shard_offset, span.shard_offset + span.numel)
                 cursor = span.shard_offset + span.numel
-            assert cursor <= bucket.shard_numel(shard)
+            assert cursor <= bucket.shard_numel(rank)
 
 
 @LIGHT
@@ -125,12 +140,15 @@ def test_a_span_is_where_its_params_place_says_it_is(plan: Plan) -> None:
     for bucket in plan.buckets:
         placement_by_fqn = {placement.fqn: placement for placement in bucket.placements}
         start = 0
-        for shard in range(bucket.num_shards):
-            for span in bucket.spans(shard):
+        for rank in range(bucket.world):
+            for span in bucket.spans(rank):
                 placement = placement_by_fqn[span.fqn]
+                assert span.block is None
                 assert start + span.shard_offset == placement.offset + span.start
-                assert bucket.held(placement, shard) == (span.start, span.stop)
-            start += bucket.shard_numel(shard)
+                assert tuple(bucket.spans_of(span.fqn, rank)) == (span,)
+            absent = placement_by_fqn.keys() - {span.fqn for span in bucket.spans(rank)}
+            assert not any(bucket.spans_of(fqn, rank) for fqn in absent)
+            start += 0 if isinstance(bucket.shards, Copied) else bucket.shard_numel(rank)
 
 
 @LIGHT
@@ -141,7 +159,8 @@ def test_params_start_on_64_and_buckets_end_on_the_lcm_of_shards_and_128_but_for
         for bucket in buffer.buckets:
             assert bucket.offset == offset
             if buffer.key.layout != "compact":
-                assert bucket.numel % math.lcm(bucket.num_shards, 128) == 0
+                shards = 1 if buffer.key.layout == "replicated" else bucket.world
+                assert bucket.numel % math.lcm(shards, 128) == 0
                 assert all(placement.offset % 64 == 0 for placement in bucket.placements)
             if buffer.key.layout in PADDED:
                 assert bucket.shard_numel(0) % 64 == 0
@@ -164,26 +183,34 @@ def test_padded_shards_are_as_long_as_the_fullest_of_them_and_no_longer(plan: Pl
     for buffer, bucket in buckets_of(plan):
         if buffer.key.layout in PADDED:
             fullest = max(
-                max((span.part.stop for span in bucket.spans(shard)), default=0) for shard in range(bucket.num_shards)
+                max((span.part.stop for span in bucket.spans(rank)), default=0) for rank in range(bucket.world)
             )
-            divisor = math.lcm(64, math.lcm(bucket.num_shards, 128) // bucket.num_shards)
+            divisor = math.lcm(64, math.lcm(bucket.world, 128) // bucket.world)
             assert fullest <= bucket.shard_numel(0) < max(fullest, 1) + divisor
 
 
 @LIGHT
 @given(plans())
-def test_shards_holding_agrees_with_the_spans(plan: Plan) -> None:
+def test_who_holds_a_stretch_and_how_much_of_it_agrees_with_the_spans(plan: Plan) -> None:
     for bucket in plan.buckets:
         for placement in bucket.placements:
             for start, stop in itertools.pairwise([0, placement.numel // 3, placement.numel // 2, placement.numel]):
-                holding = [
-                    shard
-                    for shard in range(bucket.num_shards)
-                    if any(
-                        s.fqn == placement.fqn and max(s.start, start) < min(s.stop, stop) for s in bucket.spans(shard)
+                numels = [
+                    sum(
+                        max(0, min(span.stop, stop) - max(span.start, start))
+                        for span in bucket.spans(rank)
+                        if span.fqn == placement.fqn
                     )
+                    for rank in range(bucket.world)
                 ]
-                assert list(bucket.shards_holding(placement, start, stop)) == holding
+                holding = [rank for rank, numel in enumerate(numels) if numel]
+                ranks = bucket.shards.ranks(placement.offset + start, placement.offset + stop)
+                assert list(ranks) == holding
+                if start < stop:
+                    held = bucket.shards.held(placement.offset + start, placement.offset + stop)
+                    assert [(rank, numel) for first, last, numel in held for rank in range(first, last)] == [
+                        (rank, numels[rank]) for rank in holding
+                    ]
 
 
 @LIGHT
@@ -260,7 +287,7 @@ def test_a_param_tied_across_stages_is_alone_and_cut_and_owned_the_same_whatever
         bucket = plan.buckets[plan.bucket_of["embed.weight"]]
         assert [placement.fqn for placement in bucket.placements] == ["embed.weight"]
         assert bucket.tie == "embedding"
-        cuts.append([bucket.numel, bucket.borders, [bucket.spans(shard) for shard in range(bucket.num_shards)]])
+        cuts.append([bucket.numel, bucket.shards, [bucket.spans(rank) for rank in range(bucket.world)]])
     assert cuts[0] == cuts[1]
 
 
@@ -326,15 +353,17 @@ def test_a_frozen_param_has_no_place() -> None:
     assert dict(make_plan(frozen, world=2).bucket_of) == {"a": 0}
 
 
-def test_every_rank_of_a_replicated_bucket_holds_shard_zero() -> None:
+def test_every_rank_of_a_replicated_bucket_holds_all_of_it() -> None:
     (bucket,) = make_plan(table_of([("a", (8, 8))]), Options(layout="replicated"), world=3).buckets
-    assert [bucket.shard_of(rank) for rank in range(3)] == [0, 0, 0]
+    assert [bucket.shard_part(rank) for rank in range(3)] == [slice(0, 128)] * 3
+    assert [bucket.copies(bucket.spans(rank)[0], rank) for rank in range(3)] == [range(3)] * 3
     assert (bucket.reducer, bucket.publisher) == ("all_reduce", "none")
 
 
 def test_every_rank_of_a_flat_bucket_holds_its_own_shard() -> None:
     (bucket,) = make_plan(table_of([("a", (8, 8))]), Options(layout="flat"), world=3).buckets
-    assert [bucket.shard_of(rank) for rank in range(3)] == [0, 1, 2]
+    assert [bucket.shard_part(rank) for rank in range(3)] == [slice(0, 128), slice(128, 256), slice(256, 384)]
+    assert [bucket.copies(span, rank) for rank in range(3) for span in bucket.spans(rank)] == [range(1)]
     assert (bucket.reducer, bucket.publisher) == ("reduce_scatter", "all_gather")
 
 
@@ -345,6 +374,6 @@ def test_the_default_bucket_grows_with_the_world_past_40_ranks() -> None:
 @pytest.mark.parametrize("layout", ["padded", "compact"])
 def test_fewer_params_than_ranks_leave_shards_empty_and_nobody_without_a_place(layout: str) -> None:
     (bucket,) = make_plan(table_of([("a", (8, 16)), ("b", (4, 16))]), Options(layout=layout), world=5).buckets
-    held = [sum(span.numel for span in bucket.spans(shard)) for shard in range(5)]
+    held = [sum(span.numel for span in bucket.spans(rank)) for rank in range(5)]
     assert sorted(held) == [0, 0, 0, 64, 128]
     assert bucket.numel == (5 * 128 if layout == "padded" else 192)

@@ -10,8 +10,9 @@ from layerwise.layout import work as work_module
 from layerwise.layout.cost import newton_schulz_cost
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.shards import ShardPlan
 from layerwise.layout.storage import plan_storage
-from layerwise.layout.work import EVERY_RANK, WorkPlan, holders, plan_work
+from layerwise.layout.work import WorkItem, WorkPlan, plan_work
 from layerwise.routing.rules import route_params
 from layerwise.routing.spec import ParamTable, table_of
 from tests.strategies import LIGHT, MANY, Worked, plans, worked
@@ -21,23 +22,36 @@ def cost_of(work: WorkPlan) -> list[int]:
     return [newton_schulz_cost(item.matrix.rows, item.matrix.cols) for item in work.items]
 
 
+def home_of(item: WorkItem) -> int:
+    """The one home of a matrix."""
+    (home,) = item.homes
+    return home
+
+
+def held_by_rank(plan: ShardPlan, item: WorkItem) -> dict[int, int]:
+    """How much of a matrix each rank holds, as the shard plan says it."""
+    return {rank: numel for first, stop, numel in plan.holders(item.matrix) for rank in range(first, stop)}
+
+
 @LIGHT
 @given(plans())
-def test_every_matrix_has_exactly_one_home(plan: Plan) -> None:
+def test_every_matrix_has_one_home_or_all_ranks_where_all_hold_it(plan: Plan) -> None:
     expected = Counter(matrix.label for route in plan.routes.values() for matrix in route.matrices)
     assert Counter(item.matrix.label for work in plan.works for item in work.items) == expected
     assert set(expected.values()) <= {1}
     for work in plan.works:
         assert work.world == plan.world_by_domain[work.domain]
         everywhere = work.world == 1 or plan.options.layout == "replicated"
-        assert {item.home for item in work.items} <= ({EVERY_RANK} if everywhere else set(range(work.world)))
+        for item in work.items:
+            assert len(item.homes) == (work.world if everywhere else 1)
+            assert set(item.homes) <= set(range(work.world))
 
 
 @LIGHT
 @given(plans("replicated"))
 def test_a_matrix_that_every_rank_holds_is_at_home_everywhere_and_counts_on_each(plan: Plan) -> None:
     for work in plan.works:
-        assert {item.home for item in work.items} == {EVERY_RANK}
+        assert {tuple(item.homes) for item in work.items} == {tuple(range(work.world))}
         assert work.loads == (sum(cost_of(work)),) * work.world
         assert work.imbalance == 1.0
 
@@ -48,7 +62,7 @@ def test_loads_are_the_costs_of_what_each_rank_is_home_to(plan: Plan) -> None:
     for work in plan.works:
         loads = [0] * work.world
         for item, cost in zip(work.items, cost_of(work), strict=True):
-            for rank in range(work.world) if item.home == EVERY_RANK else [item.home]:
+            for rank in item.homes:
                 loads[rank] += cost
         assert work.loads == tuple(loads)
         assert work.imbalance == pytest.approx(max(loads) * work.world / sum(loads))
@@ -58,12 +72,12 @@ def test_loads_are_the_costs_of_what_each_rank_is_home_to(plan: Plan) -> None:
 @given(worked())
 def test_items_lie_where_the_storage_plan_put_them(case: Worked) -> None:
     for item in case.work.items:
-        bucket = case.buckets[item.bucket]
-        placement = bucket.placements[item.placement]
-        assert placement.fqn == item.matrix.fqn
-        held = holders(item.matrix, bucket, placement)
-        assert sum(held.values()) == item.matrix.numel
-        assert set(held) <= set(range(bucket.num_shards))
+        plan = case.by_index[item.shard]
+        assert item.matrix.fqn in plan.fqns
+        held = held_by_rank(plan, item)
+        copies = plan.world if case.is_copied else 1
+        assert sum(held.values()) == item.matrix.numel * copies
+        assert set(held) <= set(plan.ranks_of(item.matrix)) <= set(range(plan.world))
 
 
 @MANY
@@ -76,7 +90,7 @@ def test_the_busiest_rank_is_within_grahams_bound(shapes: list[tuple[int, int]],
     busiest = max(work.loads)
     # The last matrix of the busiest rank went to the least loaded one, which was at most at the mean of all others.
     smallest_there = min(
-        cost for item, cost in zip(work.items, cost_of(work), strict=True) if work.loads[item.home] == busiest
+        cost for item, cost in zip(work.items, cost_of(work), strict=True) if work.loads[home_of(item)] == busiest
     )
     assert busiest <= mean + (1 - Fraction(1, world)) * smallest_there
 
@@ -112,12 +126,12 @@ def assigned(
             patch.setattr(work_module, "_nearest_of_equals", lambda shapes, home_by_key: None)
         if not trade:
             patch.setattr(work_module, "_nearest_ranks", lambda shapes, home_by_key, before: list(range(len(before))))
-        work = plan_work(buffers, routes, domain="dense", world=world)
-    buckets = {bucket.index: bucket for buffer in buffers for bucket in buffer.buckets}
+        buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+        work = plan_work(buckets, routes, domain="dense", world=world)
+    by_index = {bucket.index: bucket for bucket in buckets}
     moved = 0
     for item in work.items:
-        bucket = buckets[item.bucket]
-        moved += item.matrix.numel - holders(item.matrix, bucket, bucket.placements[item.placement]).get(item.home, 0)
+        moved += item.matrix.numel - held_by_rank(by_index[item.shard], item).get(home_of(item), 0)
     return work, moved
 
 
@@ -135,7 +149,9 @@ def test_dealing_equals_again_keeps_every_load(table: ParamTable, world: int, bu
     plain, _ = assigned(table, world, bucket_numel, redeal=False)
     dealt, _ = assigned(table, world, bucket_numel, redeal=True)
     assert dealt.loads == plain.loads
-    homes = [Counter((item.matrix.rows, item.matrix.cols, item.home) for item in work.items) for work in (plain, dealt)]
+    homes = [
+        Counter((item.matrix.rows, item.matrix.cols, home_of(item)) for item in work.items) for work in (plain, dealt)
+    ]
     assert homes[0] == homes[1]
 
 
@@ -166,7 +182,7 @@ def test_two_matrices_that_lie_with_two_ranks_stay_there() -> None:
     assert assigned(table, 2, 2**20, redeal=True)[1] == 2 * 768
     work, moved = assigned(table, 2, 2**20, redeal=True, trade=True)
     assert moved == 0
-    assert {item.matrix.fqn: item.home for item in work.items} == {"b.weight": 0, "a.weight": 1}
+    assert {item.matrix.fqn: home_of(item) for item in work.items} == {"b.weight": 0, "a.weight": 1}
 
 
 @LIGHT
@@ -178,8 +194,8 @@ def test_trading_places_keeps_loads_and_never_moves_more_elements(
     after, traded = assigned(table, world, bucket_numel, redeal=True, trade=True)
     assert traded <= plain
     assert sorted(after.loads) == sorted(before.loads)
-    assert len({(old.home, new.home) for old, new in zip(before.items, after.items, strict=True)}) == len(
-        {item.home for item in before.items}
+    assert len({(home_of(old), home_of(new)) for old, new in zip(before.items, after.items, strict=True)}) == len(
+        {home_of(item) for item in before.items}
     )
 
 
@@ -204,11 +220,11 @@ def test_trading_places_moves_fewer_elements_of_a_transformer(world: int) -> Non
 @given(worked())
 def test_cohorts_are_consecutive_in_backward_order_where_something_may_move(case: Worked) -> None:
     cohorts = [item.cohort for item in case.work.items]
-    if any(item.home != EVERY_RANK for item in case.work.items):
+    if any(len(item.homes) < case.work.world for item in case.work.items):
         assert cohorts == sorted(cohorts)
     assert set(cohorts) == set(range(case.work.num_cohorts))
-    buckets = [item.bucket for item in case.work.items]
-    assert buckets == sorted(buckets)
+    shards = [item.shard for item in case.work.items]
+    assert shards == sorted(shards)
 
 
 @pytest.mark.parametrize("cohort_numel", [1, 16, 64, 1000])

@@ -9,9 +9,16 @@ from torch import nn
 
 import layerwise
 from layerwise.errors import StateError
-from layerwise.memory.storage import Bucket, ReplicaState
+from layerwise.memory.replicas import Replica, ReplicaState
 
-MOVES: dict[str, Callable[[Bucket], None]] = {"advance": Bucket.advance, "launch": Bucket.launch, "land": Bucket.land}
+
+def advance(replica: Replica) -> None:
+    """A step moves the master."""
+    replica.expect_fresh()
+    replica.shard.version += 1
+
+
+MOVES: dict[str, Callable[[Replica], None]] = {"advance": advance, "launch": Replica.launch, "land": Replica.land}
 LEGAL = {
     ReplicaState.FRESH: ("advance", ReplicaState.STALE),
     ReplicaState.STALE: ("launch", ReplicaState.IN_FLIGHT),
@@ -20,33 +27,33 @@ LEGAL = {
 TARGET = dict(LEGAL.values())
 
 
-def bucket_in(state: ReplicaState) -> Bucket:
-    """A bucket that has been around twice and is in this state."""
-    bucket = layerwise.DataParallel(nn.Linear(3, 3)).engine.storage.shards[0]
+def replica_in(state: ReplicaState) -> Replica:
+    """A replica that has been around twice and is in this state."""
+    replica = layerwise.DataParallel(nn.Linear(3, 3)).engine.storage.replicas[0]
     for _ in range(2):
         for move in MOVES.values():
-            move(bucket)
-    while bucket.replica_state is not state:
-        MOVES[LEGAL[bucket.replica_state][0]](bucket)
-    return bucket
+            move(replica)
+    while replica.state is not state:
+        MOVES[LEGAL[replica.state][0]](replica)
+    return replica
 
 
-def versions(bucket: Bucket) -> tuple[int, int, int]:
-    return bucket.master_version, bucket.launched_version, bucket.replica_version
+def versions(replica: Replica) -> tuple[int, int, int]:
+    return replica.shard.version, replica.launched_version, replica.version
 
 
-def test_a_bucket_begins_fresh() -> None:
-    bucket = layerwise.DataParallel(nn.Linear(3, 3)).engine.storage.shards[0]
-    assert bucket.replica_state is ReplicaState.FRESH
-    assert versions(bucket) == (0, 0, 0)
+def test_a_replica_begins_fresh() -> None:
+    replica = layerwise.DataParallel(nn.Linear(3, 3)).engine.storage.replicas[0]
+    assert replica.state is ReplicaState.FRESH
+    assert versions(replica) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("state", ReplicaState)
 def test_the_legal_move_leads_to_the_next_state(state: ReplicaState) -> None:
-    bucket = bucket_in(state)
+    replica = replica_in(state)
     move, target = LEGAL[state]
-    MOVES[move](bucket)
-    assert bucket.replica_state is target
+    MOVES[move](replica)
+    assert replica.state is target
 
 
 @pytest.mark.parametrize("state", ReplicaState)
@@ -54,23 +61,43 @@ def test_the_legal_move_leads_to_the_next_state(state: ReplicaState) -> None:
 def test_any_other_move_names_both_states_and_changes_nothing(state: ReplicaState, move: str) -> None:
     if LEGAL[state][0] == move:
         return
-    bucket = bucket_in(state)
-    before = versions(bucket)
+    replica = replica_in(state)
+    before = versions(replica)
     with pytest.raises(StateError) as caught:
-        MOVES[move](bucket)
+        MOVES[move](replica)
     text = str(caught.value)
     assert f"cannot become {TARGET[move].value}" in text
     assert f"its replica is {state.value}" in text
-    assert bucket.plan.label in text
-    assert versions(bucket) == before
+    assert replica.plan.label in text
+    assert versions(replica) == before
 
 
 def test_versions_count_steps() -> None:
-    bucket = bucket_in(ReplicaState.FRESH)
-    assert versions(bucket) == (2, 2, 2)
-    bucket.advance()
-    assert versions(bucket) == (3, 2, 2)
-    bucket.launch()
-    assert versions(bucket) == (3, 3, 2)
-    bucket.land()
-    assert versions(bucket) == (3, 3, 3)
+    replica = replica_in(ReplicaState.FRESH)
+    assert versions(replica) == (2, 2, 2)
+    advance(replica)
+    assert versions(replica) == (3, 2, 2)
+    replica.launch()
+    assert versions(replica) == (3, 3, 2)
+    replica.land()
+    assert versions(replica) == (3, 3, 3)
+
+
+def test_what_is_sent_of_a_stale_replica_is_its_shard_rounded_to_what_forward_reads() -> None:
+    module = nn.Linear(3, 3).bfloat16()
+    (replica, *_) = layerwise.DataParallel(module).engine.storage.replicas
+    advance(replica)
+    replica.shard.master.fill_(1.0 + 2.0**-12)
+    message = replica.message()
+    assert message.data_ptr() == replica.shard.weight.data_ptr()
+    assert message.unique().tolist() == [1.0]
+    assert replica.state is ReplicaState.STALE
+
+
+@pytest.mark.parametrize("state", [ReplicaState.FRESH, ReplicaState.IN_FLIGHT])
+def test_only_a_stale_replica_has_something_to_send(state: ReplicaState) -> None:
+    replica = replica_in(state)
+    before = versions(replica)
+    with pytest.raises(StateError, match=f"cannot become in flight: its replica is {state.value}"):
+        replica.message()
+    assert versions(replica) == before

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import layerwise
+from layerwise.engine.gradients import Divisors
 from layerwise.engine.policy import GradientPolicy
 from layerwise.engine.stats import Totals
 from layerwise.engine.update import Update
@@ -29,7 +30,7 @@ def totals(**square_sums: float) -> Totals:
         problems=0,
         scaled=(0,),
         unscaled=(0,),
-        divisor=2.0,
+        divisors=Divisors(1.0, 2.0, {}),
     )
 
 

@@ -127,7 +127,11 @@ def test_nothing_of_a_model_that_nobody_has_any_more_stays_in_memory(overlap: bo
     optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
     net_loss(model, 0, 0).backward()
     optimizer.step()
-    kept = [weakref.ref(model), weakref.ref(model.engine.storage), weakref.ref(model.engine.storage.shards[0].replica)]
+    kept = [
+        weakref.ref(model),
+        weakref.ref(model.engine.storage),
+        weakref.ref(model.engine.storage.replicas[0].weights),
+    ]
     del model, optimizer
     net_loss(module, 0, 1).backward()
     assert all(param.grad is not None for param in module.parameters())  # nobody takes them away any more
@@ -148,26 +152,26 @@ def test_the_module_and_the_optimizer_do_without_the_wrapper() -> None:
 
 def test_pulling_one_changed_weight_leaves_the_fp32_bits_of_all_others() -> None:
     model = layerwise.DataParallel(nn.Linear(4, 4, bias=False, dtype=torch.bfloat16), overlap_param_gather=False)
-    (bucket,) = model.engine.storage.shards
-    bucket.master.add_(2.0**-20)
-    before = bucket.master.clone()
+    (shard,) = model.engine.storage.shards
+    shard.master.add_(2.0**-20)
+    before = shard.master.clone()
     model.module.weight.data[1, 2] = 3.0
     model.pull_from_replicas()
-    assert (bucket.master != before).nonzero().tolist() == [[6]]
-    assert bucket.master[6] == 3.0
+    assert (shard.master != before).nonzero().tolist() == [[6]]
+    assert shard.master[6] == 3.0
 
 
 def test_pulling_takes_every_param_of_a_bucket_from_its_own_place() -> None:
     module = nn.ModuleList([nn.Linear(4, rows, bias=False, dtype=torch.bfloat16) for rows in (3, 5, 2)])
     model = layerwise.DataParallel(module, overlap_param_gather=False)
-    (bucket,) = model.engine.storage.shards
+    (shard,) = model.engine.storage.shards
     for number, layer in enumerate(module):
         layer.weight.data.copy_(torch.arange(layer.weight.numel()).view_as(layer.weight) + 100.0 * number)
     model.pull_from_replicas()
-    assert len(bucket.spans) == 3
-    for span in bucket.spans:
+    assert len(shard.spans) == 3
+    for span in shard.spans:
         written = dict(module.named_parameters())[span.fqn].detach().reshape(-1)
-        assert bucket.master[span.part].tolist() == written.float().tolist()
+        assert shard.master[span.part].tolist() == written.float().tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

@@ -35,7 +35,7 @@ class Training:
         self.module = build().to(BF16)
         self.model = layerwise.DataParallel(self.module, layout="flat", bucket_mib=1e-5, **options)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper()))
-        self.buckets = self.model.engine.storage.shards
+        self.replicas = self.model.engine.storage.replicas
 
     def step(self, number: int, forward: Forward | None = None) -> float:
         generator = torch.Generator().manual_seed(number)
@@ -68,9 +68,9 @@ class Counted:
     def __enter__(self) -> Counted:
         real = Publisher.ensure
 
-        def ensure(publisher: Publisher, bucket: Any) -> None:
+        def ensure(publisher: Publisher, replica: Any) -> None:
             self.times += 1
-            real(publisher, bucket)
+            real(publisher, replica)
 
         self._patch = mock.patch.object(Publisher, "ensure", ensure)
         self._patch.start()
@@ -86,11 +86,12 @@ class Counted:
 def test_the_scene_can_be_stale() -> None:
     run = Training(prefetch=0)
     run.step(0)
-    bucket = run.buckets[0]
-    assert bucket.replica_version != bucket.master_version
-    assert not torch.equal(bucket.replica[: bucket.master.numel()], bucket.master.to(BF16))
+    replica = run.replicas[0]
+    master = replica.shard.master
+    assert replica.version != replica.shard.version
+    assert not torch.equal(replica.weights[: master.numel()], master.to(BF16))
     run.model.ensure()
-    assert torch.equal(bucket.replica[: bucket.master.numel()], bucket.master.to(BF16))
+    assert torch.equal(replica.weights[: master.numel()], master.to(BF16))
 
 
 @pytest.mark.parametrize("prefetch", [None, 0, 1])
@@ -99,7 +100,7 @@ def test_a_fresh_bucket_costs_no_call(prefetch: int | None) -> None:
     run.step(0)
     with Counted() as counted:
         run.model(torch.ones(1, 6, dtype=BF16))
-        assert counted.times == len(run.buckets)
+        assert counted.times == len(run.replicas)
         counted.times = 0
         for _ in range(3):
             run.model(torch.ones(1, 6, dtype=BF16))
@@ -130,7 +131,7 @@ def test_only_the_first_microbatch_gathers() -> None:
             with Counted() as counted:
                 one.step(step)
             if one is run and step:
-                assert (first, counted.times) == (len(run.buckets), 0)
+                assert (first, counted.times) == (len(run.replicas), 0)
     assert same(run.weights(), twin.weights())
 
 
@@ -169,7 +170,7 @@ def test_the_order_is_that_of_the_first_forward(backwards: bool) -> None:
     names = [*(f"layers.{number}.weight" for number in numbers), "head.weight"]
     if told:
         assert f"{names[0]!r}" in told[0]
-    order = [run.buckets[index].plan.placements[0].fqn for index in run.model.engine.publisher._order]
+    order = [run.replicas[index].plan.placements[0].fqn for index in run.model.engine.publisher._order]
     assert order == names
     assert same(run.weights(), twin.weights())
 
@@ -177,7 +178,7 @@ def test_the_order_is_that_of_the_first_forward(backwards: bool) -> None:
 def test_a_reader_starts_as_many_as_it_was_told_to() -> None:
     run = Training(lambda: Stack(backwards=False), prefetch=1)
     run.step(0)
-    stale = lambda: [bucket.plan.placements[0].fqn for bucket in run.buckets if bucket.launched_version == 0]  # noqa: E731
+    stale = lambda: [replica.plan.placements[0].fqn for replica in run.replicas if replica.launched_version == 0]  # noqa: E731
     assert sorted(stale()) == ["head.weight", "layers.1.weight", "layers.2.weight"], "one is on its way"
     run.module.layers[0](torch.ones(1, 6, dtype=BF16))
     assert sorted(stale()) == ["head.weight", "layers.2.weight"], "one is read, and the next is on its way"

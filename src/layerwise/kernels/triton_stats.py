@@ -1,0 +1,107 @@
+"""Sums over lists of tensors as Triton kernels: one launch adds up blocks, one the sums of every tensor's blocks.
+
+Imported only where `has_own_kernels` says so. Every sum has one order, which depends on a tensor's length alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from layerwise.kernels.tables import address_table, cut, place_of, row_table
+from layerwise.kernels.triton_elementwise import (
+    ALIGNMENT,
+    TRITON_DTYPES,
+    addresses_of,
+    as_pointer,
+    by_dtypes,
+    find_block,
+)
+from layerwise.kernels.triton_launch import launch
+
+
+@triton.jit
+def _term(value, ZEROS: tl.constexpr):
+    """What an element adds to a sum: its square, exact in fp64, or one if it is zero."""
+    if ZEROS:
+        return (value == 0.0).to(tl.float64)
+    wide = value.to(tl.float32).to(tl.float64)
+    return wide * wide
+
+
+@triton.jit
+def _block_sums_kernel(
+    blocks, numels, addresses, sums,
+    DTYPE: tl.constexpr, ZEROS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    tensor, first, left = find_block(blocks, numels, BLOCK)
+    address = tl.load(addresses + tensor)
+    lanes = tl.arange(0, LANES)
+    start = as_pointer(address, DTYPE) + first
+    OTHER: tl.constexpr = 1.0 if ZEROS else 0.0
+    # Lane by lane first: in that the order does not depend on how wide the accesses are.
+    found = tl.zeros((LANES,), tl.float64)
+    if (address % ALIGNMENT == 0) & (left >= BLOCK):
+        for skip in tl.static_range(0, BLOCK, LANES):
+            found += _term(tl.load(tl.multiple_of(start + (skip + lanes), ALIGNMENT)), ZEROS)
+    else:
+        for skip in tl.static_range(0, BLOCK, LANES):
+            found += _term(tl.load(start + (skip + lanes), mask=skip + lanes < left, other=OTHER), ZEROS)
+    tl.store(sums + tl.program_id(0), tl.sum(found))
+
+
+@triton.jit
+def _tensor_sums_kernel(sums, starts, totals, LANES: tl.constexpr):
+    tensor = tl.program_id(0)
+    lanes = tl.arange(0, LANES)
+    stop = tl.load(starts + tensor + 1)
+    found = tl.zeros((LANES,), tl.float64)
+    for first in range(tl.load(starts + tensor), stop, LANES):
+        found += tl.load(sums + first + lanes, mask=first + lanes < stop, other=0.0)
+    tl.store(totals + tensor, tl.sum(found))
+
+
+_BLOCK, _LANES, _WARPS = 16384, 2048, 8
+_SUMS = 512
+"""Sums of blocks that are added at a time."""
+
+
+def fused_square_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each tensor, in fp64."""
+    return _sums(tensors, zeros=False)
+
+
+def fused_zero_counts(tensors: Sequence[Tensor]) -> Tensor:
+    """How many elements of each tensor are zero, as fp64."""
+    return _sums(tensors, zeros=True)
+
+
+def _sums(tensors: Sequence[Tensor], *, zeros: bool) -> Tensor:
+    if not all(map(Tensor.is_contiguous, tensors)):
+        tensors = [tensor.contiguous() for tensor in tensors]
+    device = tensors[0].device
+    totals = torch.empty(len(tensors), dtype=torch.float64, device=device)
+    with torch.cuda.device_of(tensors[0]):
+        place = place_of(device)
+        for (dtype,), some in by_dtypes((tensors,)):
+            chosen = tensors if some is None else [tensors[index] for index in some]
+            blocks = cut(tuple(map(Tensor.numel, chosen)), _BLOCK, place)
+            sums = torch.empty(max(blocks.total, 1), dtype=torch.float64, device=device)
+            if blocks.total:
+                addresses = address_table(addresses_of((chosen,)), place)
+                key, constants = (
+                    (_block_sums_kernel, device, dtype, zeros),
+                    (TRITON_DTYPES[dtype], zeros, _BLOCK, _LANES),
+                )
+                tables = (blocks.of, blocks.numels, addresses)
+                launch(_block_sums_kernel, key, blocks.total, (*tables, sums, *constants), warps=_WARPS)
+            found = totals if some is None else torch.empty(len(chosen), dtype=torch.float64, device=device)
+            arguments = (sums, blocks.starts, found, _SUMS)
+            launch(_tensor_sums_kernel, (_tensor_sums_kernel, device), len(chosen), arguments, warps=4)
+            if some is not None:
+                totals[row_table([some], place)] = found
+    return totals

@@ -1,0 +1,163 @@
+"""What shards that are boxes answer, against element by element."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from random import Random
+
+import pytest
+
+from layerwise.layout.boxes import BoxShards
+from layerwise.layout.shards import pieces_of, whole_on
+from layerwise.layout.spans import Block, Span
+from layerwise.routing.geometry import Box
+from layerwise.routing.matrices import Matrix
+from tests.strategies import column_blocks, interleaved_blocks, matrix_of, random_boxes, random_cut
+
+
+def positions(shape: tuple[int, ...], box: Box) -> list[int]:
+    """The elements of a box among the flattened ones of a grid, row by row."""
+    found = []
+    for index in itertools.product(*map(range, box.starts, box.stops)):
+        position = 0
+        for step, size in zip(index, shape, strict=True):
+            position = position * size + step
+        found.append(position)
+    return found
+
+
+def check(shape: tuple[int, ...], boxes: tuple[Box, ...], matrices: tuple[Matrix, ...]) -> None:
+    plan = BoxShards(7, "dense", "w", shape, boxes)
+    ranks = range(len(boxes))
+    held = [positions(shape, box) for box in boxes]
+    assert (plan.world, plan.fqns, plan.index, plan.param_numel("w")) == (len(boxes), ("w",), 7, math.prod(shape))
+    for rank in ranks:
+        assert plan.shard_numel(rank) == len(held[rank])
+        assert plan.spans(rank) == tuple(plan.spans_of("w", rank))
+        assert [position for span in plan.spans(rank) for position in elements(shape, span)] == held[rank]
+        assert [span.shard_offset for span in plan.spans(rank)] == ([0] if held[rank] else [])
+        for span in plan.spans(rank):
+            assert list(plan.copies(span, rank)) == [other for other in ranks if held[other] == held[rank]]
+    for matrix in matrices:
+        wanted = set(positions(matrix.grid, matrix.box))
+        numels = [len(wanted & set(mine)) for mine in held]
+        holding = [rank for rank in ranks if numels[rank]]
+        assert list(plan.ranks_of(matrix)) == holding
+        runs = plan.holders(matrix)
+        assert [(rank, numel) for first, stop, numel in runs for rank in range(first, stop)] == [
+            (rank, numels[rank]) for rank in holding
+        ]
+        assert list(whole_on(plan, matrix)) == [rank for rank in ranks if numels[rank] == len(wanted)]
+        # Each element once, however many copies there are.
+        pieces = list(pieces_of(plan, matrix))
+        assert sorted(at for span, _ in pieces for at in elements(shape, span) if at in wanted) == sorted(wanted)
+        for span, holders in pieces:
+            assert list(holders) == [rank for rank in ranks if held[rank] == elements(shape, span)]
+
+
+def elements(shape: tuple[int, ...], span: Span) -> list[int]:
+    """Which elements of the param a span has."""
+    box = Box((0,) * len(shape), shape) if span.block is None else span.block.box
+    assert span.block is None or span.block.shape == shape
+    return positions(shape, box)[span.start : span.stop]
+
+
+def test_boxes_answer_as_elements_do() -> None:
+    """Cut along none, one or two dims, evenly, unevenly, with nothing for some, in copies, of 2-D to 4-D params."""
+    rng = Random(0)
+    dims, copied, empty, both = set(), 0, 0, 0
+    for _ in range(300):
+        spec, matrices = random_cut(rng)
+        boxes = random_boxes(rng, spec.shape, rng.choice([1, 2, 3, 4, 5, 6, 8, 8]))
+        check(spec.shape, boxes, matrices)
+        dims.add(len(spec.shape))
+        full = [box for box in boxes if box.numel]
+        copied += len(set(full)) < len(full) and len(set(full)) > 1
+        empty += len(full) < len(boxes)
+        both += any(sum(a < b for a, b in zip(box.shape, spec.shape, strict=True)) > 1 for box in full)
+    assert {2, 3} <= dims
+    assert min(copied, empty, both) > 10  # so that there is something to see
+
+
+def boxes_of(shape: tuple[int, ...], *cuts: tuple[int, tuple[int, ...]]) -> tuple[Box, ...]:
+    """The boxes of a mesh, its last dim first to change: each cuts a dim of the param at these borders, in order."""
+    found = []
+    for parts in itertools.product(*(range(len(borders) - 1) for _, borders in cuts)):
+        starts, stops = [0] * len(shape), list(shape)
+        for (dim, borders), part in zip(cuts, parts, strict=True):
+            starts[dim], stops[dim] = borders[part], borders[part + 1]
+        found.append(Box(tuple(starts), tuple(stops)))
+    return tuple(found)
+
+
+ROWS = column_blocks("w", 6, (2, 3))  # 6 x 5, in two blocks of columns
+WHOLE = (matrix_of("w", 0, 6, 5, (6, 5), Box((0, 0), (6, 5))),)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        boxes_of((6, 5), (0, (0, 2, 4, 6))),
+        boxes_of((6, 5), (0, (0, 2, 4, 6, 6))),
+        boxes_of((6, 5), (0, (0, 5, 5, 6))),
+        boxes_of((6, 5), (1, (0, 2, 5))),
+        boxes_of((6, 5), (0, (0, 3, 6)), (1, (0, 3, 5))),
+        boxes_of((6, 5), (1, (0, 3, 5)), (0, (0, 1, 6))),
+        boxes_of((6, 5), (0, (0, 4, 6))) * 2,
+        tuple(itertools.chain.from_iterable(zip(*[boxes_of((6, 5), (0, (0, 4, 6)))] * 2, strict=True))),
+        (Box((0, 0), (6, 5)),) * 3,
+    ],
+    ids=[
+        "rows",
+        "empty",
+        "uneven",
+        "columns",
+        "both",
+        "both turned",
+        "replicate x shard",
+        "shard x replicate",
+        "whole",
+    ],
+)
+@pytest.mark.parametrize("matrices", [WHOLE, ROWS], ids=["one matrix", "columns"])
+def test_the_ways_in_which_others_cut(boxes: tuple[Box, ...], matrices: tuple[Matrix, ...]) -> None:
+    check((6, 5), boxes, matrices)
+
+
+def test_a_stack_of_experts_cut_along_each_dim() -> None:
+    experts = tuple(matrix_of("w", e, 3, 2, (4, 3, 2), Box((e, 0, 0), (e + 1, 3, 2))) for e in range(4))
+    for dim, borders in ((0, (0, 2, 4)), (1, (0, 1, 3)), (2, (0, 1, 2)), (0, (0, 3, 4, 4))):
+        check((4, 3, 2), boxes_of((4, 3, 2), (dim, borders)), experts)
+        check((4, 3, 2), boxes_of((4, 3, 2), (dim, borders)) * 2, experts)
+
+
+def test_interleaved_rows_cut_along_columns() -> None:
+    check((12, 5), boxes_of((12, 5), (1, (0, 2, 5)), (0, (0, 7, 12))), interleaved_blocks("w", 3, (2, 1, 1), 5))
+
+
+def test_replicas_of_a_mesh_are_copies_and_ranks_of_one_shard_are_in_order() -> None:
+    """Two groups of two ranks, each group with all of it: ranks 0 and 2 hold the same rows."""
+    plan = BoxShards(0, "dense", "w", (4, 2), boxes_of((4, 2), (0, (0, 2, 4))) * 2)
+    matrix = matrix_of("w", 0, 4, 2, (4, 2), Box((0, 0), (4, 2)))
+    assert [plan.copies(plan.spans(rank)[0], rank) for rank in range(4)] == [(0, 2), (1, 3)] * 2
+    assert plan.holders(matrix) == [(0, 4, 4)]
+    assert plan.ranks_of(matrix) == (0, 1, 2, 3)
+    assert plan.spans(1) == (Span("w", Block((4, 2), Box((2, 0), (4, 2))), 0, 4, 0),)
+    assert [holders for _, holders in pieces_of(plan, matrix)] == [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_what_every_rank_has_whole_needs_no_block_and_is_everybodys_work(shape: tuple[int, ...]) -> None:
+    plan = BoxShards.whole(2, "dense", "w", shape, world=3)
+    assert plan.work == "repeat"
+    for rank in range(3):
+        (span,) = plan.spans(rank)
+        assert span == Span("w", None, 0, math.prod(shape), 0)
+        assert list(plan.copies(span, rank)) == [0, 1, 2]
+
+
+def test_ranks_without_elements_have_no_span() -> None:
+    plan = BoxShards(0, "dense", "w", (1, 2), boxes_of((1, 2), (0, (0, 1, 1, 1))))
+    assert [len(plan.spans(rank)) for rank in range(3)] == [1, 0, 0]
+    assert [plan.shard_numel(rank) for rank in range(3)] == [2, 0, 0]

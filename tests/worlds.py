@@ -395,14 +395,17 @@ def accumulated(micros: list[dict[str, Tensor]]) -> dict[str, Tensor | None]:
 def reduced_differences(
     model: layerwise.DataParallel, oracle: Oracle, called: Callable[[str], str] = lambda fqn: fqn
 ) -> list[str]:
-    """Sums over ranks that this rank's shards hold and the oracle does not."""
+    """Sums over ranks that this rank's shards hold and the oracle does not. Gradients in fp16 are divided before they are
+    summed, by a power of two that is no less than the number of ranks: these are exact."""
     model.engine.reducer.finish()
+    plan = model.plan
+    divided = 2 ** (plan.world - 1).bit_length() if str(plan.grad_dtype) == "fp16" else 1
     return [
         f"reduced gradient of {span.fqn}"
         for shard in model.engine.storage.shards
         for span in shard.spans
         if not torch.equal(
-            shard.update[span.part],
+            shard.update[span.part] * divided,
             oracle.totals[called(span.fqn)].float().reshape(-1)[span.start : span.stop],
         )
     ]

@@ -67,7 +67,7 @@ def test_inspect_as_json_holds_the_same_as_data(capsys: pytest.CaptureFixture[st
     row = next(row for row in found["params"] if row["fqn"] == "blocks.0.mlp.gate_up.weight")
     assert row["rule"] == "normuon"
     assert row["matrices"] == [[96, 32], [96, 32]]
-    assert row["homes"] == [-1, -1]
+    assert row["homes"] == ["all", "all"]
     assert list(row) == PARAM_KEYS
     assert list(found) == ["digest", "world", "layout", "params", "totals", "plan"]
     assert found["layout"] == "replicated"

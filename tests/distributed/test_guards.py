@@ -284,7 +284,7 @@ def test_every_layout_meets_every_reducer_it_can_and_both_kinds_of_gradients() -
 def forget_late_gradients(rank: int, world: int) -> list[str]:
     """A library that loses what comes after a reduction was launched."""
     cases = [(arrangement("flat"), seed) for seed in range(6)]
-    with mock.patch.object(GradReducer, "reduce_again", lambda self, fqns: self._late_grads.clear()):
+    with mock.patch.object(GradReducer, "reduce_again", lambda self, fqns: self._forget_late()):
         return play_beside_reference(rank, world, cases)
 
 

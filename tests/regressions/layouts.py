@@ -103,7 +103,7 @@ def whole_and_complete(rank: int, world: int) -> list[str]:
 
 def cut_anywhere(rank: int) -> Any:
     return mock.patch.object(
-        storage, "_cut_whole", lambda params, size, world, *_: storage._cut_evenly(params, size, world)
+        storage, "_cut_packed", lambda params, size, world, *_: storage._cut_evenly(params, size, world)
     )
 
 
@@ -177,7 +177,7 @@ def bucket_as_long_as_the_weight(rank: int) -> Any:
 
         return cut
 
-    return in_place_of(storage, "_cut_whole", short)
+    return in_place_of(storage, "_cut_packed", short)
 
 
 def tied_weight_among_others(rank: int) -> Any:
@@ -275,7 +275,7 @@ def dealt_to_all(rank: int) -> Any:
 
         return cut
 
-    return in_place_of(storage, "_cut_compactly", widened)
+    return in_place_of(storage, "_cut_by_owner", widened)
 
 
 CASES = (

@@ -329,7 +329,7 @@ def published_early(chosen: Callable[[Engine], list[int]], name: str, is_later: 
         def step(self: Stepper, live: Live) -> None:
             update, publisher, first = self.update, self._engine.publisher, chosen(self._engine)
             method, orthogonalise, begin = getattr(update, name), update.orthogonalise, publisher.begin
-            left = [index for index in publisher._order if index not in first]
+            left = [index for index in publisher.order.sequence if index not in first]
             later: list[tuple[Any, ...]] = []
 
             def put_off(*args: Any) -> None:
@@ -363,10 +363,10 @@ def _publish_only(publisher: Publisher, buckets: list[int], begin: Callable[[], 
 
 def _in_order(publisher: Publisher, order: list[int], action: Callable[[], None]) -> None:
     """Do something while the publisher knows no other buckets than these."""
-    before = publisher._order
-    publisher._set_order(order)
+    before = publisher.order.sequence
+    publisher.order.set(order)
     action()
-    publisher._set_order(before)
+    publisher.order.set(before)
     publisher._launched = len(before)
 
 

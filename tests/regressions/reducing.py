@@ -107,7 +107,8 @@ def own_collectives(rank: int, world: int) -> list[str]:
 
 
 def planned_by_one_flag(rank: int) -> Any:
-    return mock.patch.object(storage, "_reducer_of", return_value="all_reduce")
+    facts = {layout: replace(facts, reduces="all_reduce") for layout, facts in storage.FACTS_BY_LAYOUT.items()}
+    return mock.patch.object(storage, "FACTS_BY_LAYOUT", facts)
 
 
 def reduced_by_one_flag(rank: int) -> Any:

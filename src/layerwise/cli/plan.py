@@ -303,13 +303,17 @@ def _rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
     phases = [
         phase for phase in PHASES if any(column.traffic.ms_by_phase.get(phase, 0.0) >= _SHOWN_MS for column in columns)
     ]
+    lags = any(column.at_most_nbytes > column.memory.total for column in columns)
+    at_most = [row("  at most", lambda column: format_nbytes(column.at_most_nbytes))] if lags else []
     return [
         row("memory", lambda column: format_nbytes(column.memory.total)),
+        *at_most,
         row("  params", lambda column: format_nbytes(column.memory.params)),
         row("  grads", lambda column: format_nbytes(column.memory.grads)),
         row("  masters", lambda column: format_nbytes(column.memory.masters)),
         row("  state", lambda column: format_nbytes(column.memory.state)),
         row("  slots", lambda column: format_nbytes(column.memory.slots)),
+        row("  workspace", lambda column: format_nbytes(column.memory.workspace)),
         row("padding", lambda column: f"{column.padding_percent:.2f} %"),
         row("buckets", lambda column: str(column.buckets)),
         row("sent in a step", lambda column: format_nbytes(column.traffic.nbytes)),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerwise.comm.contract import Contract, Fingerprint
 from layerwise.comm.handles import Handle
+from layerwise.comm.lifetimes import Made
 from layerwise.comm.scopes import scope
 from layerwise.errors import ContractError
 from layerwise.layout.schedule import CommOp, wire_nbytes
@@ -35,6 +36,7 @@ class Communicator:
         group: dist.ProcessGroup | None,
         contract: Contract | None = None,
         sent_nbytes: Counter[str] | None = None,
+        made: Made | None = None,
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -42,6 +44,9 @@ class Communicator:
         self.contract = contract
         # Communicators of one engine count into the same book.
         self.sent_nbytes: Counter[str] = Counter() if sent_nbytes is None else sent_nbytes
+        # The group lives for as long as this is held.
+        self._made = made
+        self._group_name = group.group_name if group is not None else ""
 
     def reduce_scatter(self, op: CommOp, full: Tensor, out: Tensor) -> Handle:
         """Sum `full` over ranks; this rank's shard of the sum lands in `out`."""
@@ -51,7 +56,7 @@ class Communicator:
             if out.data_ptr() != full.data_ptr():
                 out.copy_(full)
             return Handle(_name(op), out)
-        with _scope(op):
+        with self._launching(op):
             work = _reduce_scatter(out, full, group=self.group, async_op=True)
         return Handle(_name(op), out, (full, out), (work,))
 
@@ -61,7 +66,7 @@ class Communicator:
         self._count("all_reduce", wire_nbytes("all_reduce", tensor.nbytes, self.world))
         if self.group is None or self.world == 1:
             return Handle(_name(op), tensor)
-        with _scope(op):
+        with self._launching(op):
             work = dist.all_reduce(tensor, _REDUCE_OPS[op.reduce], group=self.group, async_op=True)
         return Handle(_name(op), tensor, (tensor,), (work,))
 
@@ -73,15 +78,16 @@ class Communicator:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return Handle(_name(op), full)
-        with _scope(op):
+        with self._launching(op):
             work = _all_gather(full, shard, group=self.group, async_op=True)
         return Handle(_name(op), full, (shard, full), (work,))
 
     def uneven_all_gather(self, op: CommOp, full: Tensor, numels: Sequence[int]) -> Handle:
         """Every rank's stretch of `full`, `numels[r]` elements of rank r, to all of them, in place.
 
-        As one broadcast per rank that has any: neither gloo nor NCCL knows an uneven all-gather of its own. All ranks
-        issue all of them, also those that own nothing, and sizes and dtype are the bucket's.
+        As one broadcast per rank that has any: gloo knows no uneven all-gather. All ranks issue all of them, also those that
+        own nothing, and sizes and dtype are the bucket's. Who has any has a whole param: there are no more broadcasts in a
+        step than params, on however many ranks.
         """
         self._check(_name(op), "uneven_all_gather", full, op=op, parts=list(enumerate(numels)))
         self._count("uneven_all_gather", full.nbytes - numels[(self.rank + 1) % self.world] * full.element_size())
@@ -99,7 +105,7 @@ class Communicator:
     def _broadcasts(self, op: CommOp, full: Tensor, pieces: Sequence[tuple[int, Tensor]]) -> Handle:
         if self.group is None or self.world == 1:
             return Handle(_name(op), full)
-        with _scope(op):
+        with self._launching(op):
             works = [
                 dist.broadcast(piece, dist.get_global_rank(self.group, source), group=self.group, async_op=True)
                 for source, piece in pieces
@@ -115,7 +121,7 @@ class Communicator:
         if self.group is None or self.world == 1:
             receive.copy_(send)
             return Handle(_name(op), receive)
-        with _scope(op):
+        with self._launching(op):
             work = dist.all_to_all_single(
                 receive, send, list(receive_splits), list(send_splits), group=self.group, async_op=True
             )
@@ -140,6 +146,12 @@ class Communicator:
         with scope(name):
             _all_gather(rows, numbers, group=self.group)
         return rows.view(self.world, -1)
+
+    def _launching(self, op: CommOp) -> AbstractContextManager[object]:
+        """A collective is about to be under way."""
+        if self._made is not None:
+            self._made.issued[self._group_name] += 1
+        return scope(_name(op))
 
     def _count(self, kind: str, nbytes: int) -> None:
         self.sent_nbytes[kind] += nbytes
@@ -235,7 +247,3 @@ class Communicator:
 
 def _name(op: CommOp) -> str:
     return f"{op.phase} {op.kind} of {op.label}"
-
-
-def _scope(op: CommOp) -> AbstractContextManager[object]:
-    return scope(_name(op))

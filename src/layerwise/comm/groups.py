@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.facts import gather_facts
+from layerwise.comm.lifetimes import Made, collect_dropped, counted_alike, destroy_retired
 from layerwise.errors import PlanMismatchError, StateError
 from layerwise.layout.plan import first_difference
 from layerwise.routing.spec import DENSE, DOMAINS, EXPERT
@@ -60,8 +61,8 @@ class Groups:
     all of their domains."""
     expert_place: int = 0
     """Which part of the experts this rank has."""
-    made: list[dist.ProcessGroup] = field(default_factory=list)
-    """All groups that were made for a model, in order."""
+    made: Made = field(default_factory=Made)
+    """All groups that were made for a model."""
 
     @property
     def rank(self) -> int:
@@ -118,44 +119,11 @@ def check_still_alone(groups: Groups) -> None:
         )
 
 
-def _new_group(
-    ranks: Sequence[int] | None = None, backend: str | None = None, like: dist.ProcessGroup | None = None
-) -> dist.ProcessGroup:
-    """A group that waits as long as the user's own does: torch would give it half an hour, whatever was asked for.
-
-    Where the user gave a group (`like`), only its members are here to make another one.
-    """
-    own: Any = dist.group.WORLD if like is None else like
-    if like is not None:
-        _COUNTED.add(_known())
-    timeout = getattr(getattr(own._get_backend(own._device_types[0]), "options", None), "_timeout", None)
-    group: dist.ProcessGroup = dist.new_group(
-        None if ranks is None else list(ranks),
-        timeout=timeout,
-        backend=backend,
-        use_local_synchronization=like is not None,
-    )
-    return group
-
-
-_COUNTED: set[int] = set()
-"""How many groups were known whenever one was made by its members alone: the names that come of these are taken."""
-
-
-def _known() -> int:
-    return len(distributed_c10d._world.pg_names)
-
-
-def _count_alike(process_group: dist.ProcessGroup) -> None:
-    """Have every member of a group know as many groups as the others do, and more than ever before. torch names a group
-    that only its members make by how many they know: ranks that are in different numbers of groups would wait for each
-    other under different names, and once some are destroyed a name would come again."""
-    own: Any = process_group
-    mine = max(_known(), max(_COUNTED, default=-1) + 1)
-    kinds = [device.type for device in own._device_types]
-    counts = gather_facts(mine, process_group, torch.device("cpu" if "cpu" in kinds else kinds[0]))
-    while _known() < max(counts):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+def device_of(groups: Groups) -> torch.device:
+    """Where tensors may lie that all ranks exchange."""
+    own: Any = groups.training
+    kinds = ["cpu"] if own is None else [device.type for device in own._device_types]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def check_process_group(process_group: object) -> None:
@@ -179,9 +147,12 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     # Not the user's group itself: a bucket may be reduced in backward on one rank and in step() on another, and
     # whatever the user sends in between over that group must not be taken for it.
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-    if process_group is not None:
-        _count_alike(process_group)
-    training, control = _new_group(ranks, like=process_group), _new_group(ranks, backend="gloo", like=process_group)
+    collect_dropped()
+    made = Made()
+    with counted_alike(process_group):
+        training = made.new_group(ranks, like=process_group)
+        control = made.new_group(ranks, backend="gloo", like=process_group)
+    destroy_retired(control)
     world = dist.get_world_size(training)
     everyone = Domain(group=training, control=control, rank=dist.get_rank(training), world=world)
     return Groups(
@@ -189,16 +160,8 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
         control=control,
         domains=dict.fromkeys(DOMAINS, everyone if world > 1 else _ALONE),
         stages=(tuple(range(world)),),
-        made=[training, control],
+        made=made,
     )
-
-
-def destroy(groups: Groups) -> None:
-    """Leave the groups that were made for a model: each keeps threads and connections. Every rank does, in one order."""
-    while groups.made:
-        group = groups.made.pop()
-        if group in distributed_c10d._world.pg_map:  # else the user left all groups before
-            dist.destroy_process_group(group)
 
 
 def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool) -> Groups:
@@ -279,16 +242,15 @@ def _ranks_by(places: Mapping[int, Mapping[str, int]], dims: Sequence[str]) -> t
 def _my_domain(
     sets: Sequence[tuple[int, ...]],
     shared: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup | None]],
-    made: list[dist.ProcessGroup],
+    made: Made,
     *,
     checked: bool,
 ) -> Domain:
     """The set that this rank is in. Every rank makes all groups, in the same order: torch asks for that."""
     for ranks in sets:
         if ranks not in shared and len(ranks) > 1:
-            control = _new_group(ranks, backend="gloo") if checked else None
-            shared[ranks] = _new_group(ranks), control
-            made.extend(group for group in (control, shared[ranks][0]) if group is not None)
+            control = made.new_group(ranks, backend="gloo") if checked else None
+            shared[ranks] = made.new_group(ranks), control
     rank = dist.get_rank()
     mine = next(ranks for ranks in sets if rank in ranks)
     if len(mine) == 1:
@@ -302,9 +264,8 @@ def tie_groups(groups: Groups, stages_by_tie: Mapping[str, Sequence[int]], *, ch
     found = {}
     for tie, stages in sorted(stages_by_tie.items()):
         for ranks in zip(*(groups.stages[stage] for stage in stages), strict=True):
-            control = _new_group(ranks, backend="gloo") if checked else None
-            group = _new_group(ranks)
-            groups.made.extend(one for one in (control, group) if one is not None)
+            control = groups.made.new_group(ranks, backend="gloo") if checked else None
+            group = groups.made.new_group(ranks)
             if groups.rank in ranks:
                 found[tie] = Domain(group=group, control=control, rank=ranks.index(groups.rank), world=len(ranks))
     return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, destroy, share, tie_groups
+from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, device_of, share, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.engine.gradients import Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
@@ -80,11 +80,13 @@ def plan_for(
     ties: Mapping[str, str] | None = None,
     stages_by_tie: Mapping[str, int] | None = None,
     vocabularies: Collection[tuple[int, int]] = (),
+    others_train: bool = False,
 ) -> Plan:
     """The plan of live modules (also on the meta device). `ties` names the copies here of weights that other pipeline
-    stages hold too, `vocabularies` are shapes of embeddings there."""
+    stages hold too, `vocabularies` are shapes of embeddings there. Where `others_train` something there may be nothing to
+    train here."""
     table = param_table(*chunks, vocabularies=vocabularies, ties=ties or {})
-    if not any(param.trainable for param in table):
+    if not others_train and not any(param.trainable for param in table):
         raise ValueError(
             f"{type(chunks[0]).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
         )
@@ -173,7 +175,7 @@ class Engine:
         self.traffic = Traffic()
         self.count = StepCount()
         checked = settings.check_collectives
-        self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step)
+        self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step, groups.made)
         self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
         ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
         self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
@@ -184,13 +186,13 @@ class Engine:
                     f"{self.communicators[shard.domain].world}: shards would have no owner."
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
-        self.storage = Storage(self.plan, trainables, ranks)
+        self.storage = Storage(self.plan, trainables, ranks, self._other_device())
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
         self.publisher = Publisher(
             self.storage,
             {
-                name: Communicator(own.group, own.contract, self.traffic.gathered)
+                name: Communicator(own.group, own.contract, self.traffic.gathered, groups.made)
                 for name, own in self.communicators.items()
             },
             overlap=settings.overlap_param_gather,
@@ -244,11 +246,12 @@ class Engine:
         """Bring weights up to date, give them memory of their own and take every hook away. The engine is of no use any
         more."""
         self.publisher.ensure_all()
+        self.gradients.when_dropped = lambda: None  # no reduction comes after this
         self.gradients.forget()
         _undo_all(self._undo)
         unhook(self.storage.params.values())
         self.storage.release()
-        destroy(self.groups)
+        self.groups.made.destroy()
         self.is_released = True
 
     def check_bound(self) -> None:
@@ -268,6 +271,7 @@ class Engine:
             ties=self.settings.ties,
             stages_by_tie={tie: len(stages) for tie, stages in self.roster.stages_by_tie.items()},
             vocabularies=self.roster.vocabularies,
+            others_train=any(self.roster.fqns),
         )
         # In here, because a warning may be an error, and one on one rank must be one on all.
         reordered = [fqn for fqn, param in params.items() if param.requires_grad and _is_channels_last(param)]
@@ -291,11 +295,16 @@ class Engine:
         return Contract(control) if self.settings.check_collectives and control is not None else None
 
     def _communicator(self, domain: Domain) -> Communicator:
-        return Communicator(domain.group, self._contract(domain.control), self.traffic.in_step)
+        return Communicator(domain.group, self._contract(domain.control), self.traffic.in_step, self.groups.made)
 
     def _constants(self) -> dict[str, Tensor]:
         """What the model reads beside its trainable params: frozen ones and buffers."""
         return {**self._frozen, **dict(named_buffers(*self.chunks))}
+
+    def _other_device(self) -> torch.device:
+        """Where a stage that trains nothing has what it has to say of it."""
+        constants = self._constants().values()
+        return next((tensor.device for tensor in constants if tensor.device.type != "meta"), device_of(self.groups))
 
     def _describe_constants(self) -> dict[str, list[object]]:
         return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in self._constants().items()}

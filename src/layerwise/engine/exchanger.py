@@ -132,11 +132,8 @@ class Cohort:
             for position, item in enumerate(batch.items)
         }
         table = self._table
-        staying, returning = self._owned(table.stays), self._owned(table.back.receives)
-        self._staying, self._returning = _Updates(staying), _Updates(returning)
-        self._leaving = _Updates(self._owned(table.there.sends))
-        self.owned = [*staying, *returning]
-        self._updates = _Updates(self.owned)
+        self.staying, self.returning = self._owned(table.stays), self._owned(table.back.receives)
+        self._staying, self._leaving = _Updates(self.staying), _Updates(self._owned(table.there.sends))
         # Homes get fresh tensors in every step: of those, only where in them things lie.
         self._kept = self._home_regions(table.stays)
         self._arriving = self._home_regions(table.there.receives)
@@ -178,10 +175,17 @@ class Cohort:
         passage.release()
         return tensors
 
-    def send_back(self, updates: Sequence[Tensor]) -> Passage:
-        """Start the orthogonalised updates on their way back to the shards; what stays here is written at once."""
-        copy_all_(self._staying.views(), _in_batches(self._kept, updates))
-        return self._move(self._back, _in_batches(self._departing, updates), self._table.back)
+    def send_back(self, directions: Sequence[Tensor]) -> Passage:
+        """Start what became of the batches on its way back to the shards of other ranks."""
+        return self._move(self._back, _in_batches(self._departing, directions), self._table.back)
+
+    def kept(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        """What became of every region in `staying`."""
+        return _in_batches(self._kept, directions)
+
+    def returned(self, passage: Passage) -> list[Tensor]:
+        """What became of every region in `returning`, where it arrived: until the passage is released."""
+        return _laid_out(passage.handle.wait(), [region.master for region in self.returning])
 
     def _move(self, op: CommOp | None, leaving: Sequence[Tensor], leg: Leg) -> Passage:
         if op is None:  # no rank has anything to send
@@ -195,19 +199,10 @@ class Cohort:
         handle = self._communicator.all_to_all(op, lease.send, lease.receive, leg.send_splits, leg.receive_splits)
         return Passage(handle, lease)
 
-    def store(self, passage: Passage) -> None:
-        """Write returned updates into this rank's shards."""
-        _scatter(passage.handle.wait(), self._returning.views())
-        passage.release()
-
-    def updates(self) -> list[Tensor]:
-        """The update of every region in `owned`."""
-        return self._updates.views()
-
     def unbind(self) -> None:
         """The step is over: let go of gradients that were not ours to keep."""
-        for updates in (self._staying, self._returning, self._leaving, self._updates):
-            updates.unbind()
+        self._staying.unbind()
+        self._leaving.unbind()
 
     def _owned(self, parcels: Iterable[Parcel]) -> list[OwnedRegion]:
         found: list[OwnedRegion] = []

@@ -5,7 +5,7 @@ Whoever brings them leaves, in each shard's update, sums that become averages by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -42,6 +42,8 @@ class Gradients(Protocol):
     """Brings gradients to shards."""
 
     said: Said
+    when_dropped: Callable[[], None]
+    """Called when gradients are forgotten whose reduction has begun: all ranks have to forget the same."""
 
     @property
     def has_gradients(self) -> bool:
@@ -83,6 +85,7 @@ class OwnGradients:
 
     def __init__(self, storage: Storage) -> None:
         self.said = Said()
+        self.when_dropped: Callable[[], None] = lambda: None
         self._params = storage.params
         self._shards = [(fqn, shard) for shard in storage.shards for fqn in shard.plan.fqns]
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)

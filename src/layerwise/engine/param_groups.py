@@ -36,7 +36,7 @@ class GroupPlan:
 
 def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ...]:
     """One group for each family, matrix first, then one for each route rule that has options, in the order of the rules;
-    those without params are left out. Values of options decide nothing: a schedule per group outlives a change of them."""
+    those without params are left out, unless nobody has any. Values of options decide nothing: a schedule per group outlives a change of them."""
     given: dict[str, object] = {"matrix": matrix, "other": other}
     for name, rule in given.items():
         if not isinstance(rule, Rule):
@@ -57,7 +57,8 @@ def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ..
         base = matrix if family == "matrix" else other
         rule = _with_options(base, fqns[0], dict(plan.routes[fqns[0]].options))
         groups.append(GroupPlan(f"rule {number}" if number else family, rule, tuple(fqns)))
-    return tuple(groups)
+    # torch wants one, and a scheduler finds its options there: a pipeline stage may train nothing.
+    return tuple(groups) or (GroupPlan("other", other, ()),)
 
 
 def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:

@@ -19,6 +19,7 @@ from torch import Tensor
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.scopes import scope
+from layerwise.engine.arrivals import Expected
 from layerwise.engine.gradients import Said
 from layerwise.engine.reductions import predivisor, reduction_of
 from layerwise.errors import StateError, listed
@@ -59,7 +60,7 @@ class _Progress:
 
     phase: BucketPhase = BucketPhase.FILLING
     pending: int = 0
-    """Params whose last expected gradient of this backward has not come."""
+    """Params that are expected, and whose last gradient of this backward has not come."""
     flights: list[_Flight] = field(default_factory=list)
     has_landed: bool = False
     """The shard holds the sum of a round already: the next one is added."""
@@ -95,18 +96,20 @@ class GradReducer:
         self._written: set[str] = set()
         self._seen: set[str] = set()
         self._arrivals: dict[str, int] = {}
-        # How often each param's gradient arrives in one synchronised backward: learned from the first, because
-        # reentrant activation checkpointing delivers a shared param's gradient in several parts, and a pipeline those
-        # of all its microbatches. Until then nothing is launched early, unless full gradients must not pile up.
-        self._expected: dict[str, int] | None = None
+        # Until one backward was seen nothing is launched early, unless full gradients must not pile up.
+        self._expected = Expected(self._bucket_of, len(storage.replicas))
         self._progress = [_Progress() for _ in storage.replicas]
-        self._late_grads: list[tuple[str, Tensor]] = []
+        # What came late: the params, and by bucket one spare gradient that all of it is added into.
+        self._late: set[str] = set()
+        self._spares: dict[int, Tensor] = {}
         self._next = 0
         self._is_last_round = True
         self._is_finished = False
         self.sync = True
         """Whether gradients are of the last microbatch now: not in a `no_sync()` block."""
         self.said = Said()
+        self.when_dropped: Callable[[], None] = lambda: None
+        self._has_launched = False
         self._num_rounds = 0
         self._unwanted: set[str] = set()
         self.reset()
@@ -126,12 +129,24 @@ class GradReducer:
         else:
             # Kept aside, not waited for: a peer may launch this bucket only in its step(), and in between the user may
             # have collectives of his own that need both of us.
-            self._late_grads.append((fqn, grad))
+            self._keep_aside(fqn, grad)
         if sync or self._leases:
             self._arrivals[fqn] = self._arrivals.get(fqn, 0) + 1
-            if self._may_launch_early and self._arrivals[fqn] == self._expected_arrivals(fqn):
+            if self._may_launch_early and self._arrivals[fqn] == self._expected.counts.get(fqn):
                 progress.pending -= 1
                 self._launch_ready()
+
+    def _keep_aside(self, fqn: str, grad: Tensor) -> None:
+        index = self._bucket_of[fqn]
+        if index not in self._spares:
+            self._spares[index] = self._spare(index)
+        self._storage.view_in(self._spares[index], fqn).add_(grad)
+        self._late.add(fqn)
+
+    def _spare(self, index: int) -> Tensor:
+        """Zeros, as long as a bucket."""
+        replica = self._storage.replicas[index]
+        return torch.zeros(replica.plan.numel, dtype=self._reductions[index].dtype, device=replica.shard.update.device)
 
     def _accumulate(self, fqn: str, grad: Tensor) -> None:
         replica = self._storage.replicas[self._bucket_of[fqn]]
@@ -146,16 +161,13 @@ class GradReducer:
 
     @property
     def _may_launch_early(self) -> bool:
-        return self._overlap and (self._expected is not None or self._leases)
-
-    def _expected_arrivals(self, fqn: str) -> int:
-        return self._expected.get(fqn, 1) if self._expected is not None else 1
+        return self._overlap and (self._expected.is_learned or self._leases)
 
     @property
     def late(self) -> frozenset[str]:
         """Params that got a gradient on this rank after their reduction was launched (a second backward without
         `no_sync`). Other ranks may have other ones, so what to reduce again is for all of them to decide together."""
-        return frozenset(fqn for fqn, _ in self._late_grads)
+        return frozenset(self._late)
 
     @torch.no_grad()
     def reduce_again(self, fqns: Iterable[str]) -> None:
@@ -163,13 +175,8 @@ class GradReducer:
         more_of: dict[int, Tensor] = {}
         for index in sorted({self._bucket_of[fqn] for fqn in fqns}):
             replica = self._storage.replicas[index]
-            full = torch.zeros(
-                replica.plan.numel, dtype=self._reductions[index].dtype, device=replica.shard.update.device
-            )
-            for fqn, grad in self._late_grads:
-                if self._bucket_of[fqn] == index:
-                    self._storage.view_in(full, fqn).add_(grad)
-                    self._seen.add(fqn)
+            spare = self._spares.pop(index, None)
+            full = self._spare(index) if spare is None else spare  # others have something, if not this rank
             out = torch.empty_like(replica.grad_shard)
             self._reductions[index].start(full, out, (self._count.steps, self._num_rounds)).wait()
             self._num_rounds += 1
@@ -177,17 +184,30 @@ class GradReducer:
         self._add_stages(more_of)
         for index, more in more_of.items():
             self._storage.replicas[index].shard.update.add_(more)
-        self._late_grads.clear()
+        self._seen |= self._late
+        self._forget_late()
+
+    def _forget_late(self) -> None:
+        self._late.clear()
+        self._spares.clear()
 
     def _launch_ready(self) -> None:
-        while self._next < len(self._groups) and all(
-            self._progress[index].pending <= 0 for index in self._groups[self._next].buckets
-        ):
+        """Launch up to the last group whose gradients are all in. What nobody expects goes along with what comes after it,
+        and is not launched for its own sake: it may come in this round, and would be late."""
+        stop = self._next
+        for number in range(self._next, len(self._groups)):
+            buckets = self._groups[number].buckets
+            if any(self._progress[index].pending > 0 for index in buckets):
+                break
+            if any(self._expected.params_by_bucket[index] for index in buckets):
+                stop = number + 1
+        while self._next < stop:
             self._launch_next()
 
     def _launch_next(self) -> None:
         if self._next == 0:
             self._before()
+        self._has_launched = True
         for index in self._groups[self._next].buckets:
             self._launch(self._storage.replicas[index], self._progress[index])
         self._next += 1
@@ -246,24 +266,22 @@ class GradReducer:
         self._is_last_round = False
         self._finish_round() if wait else self._launch_rest()
         self._learn()
-        late = self._late_grads
-        self._late_grads = [
-            (fqn, grad) for fqn, grad in late if self._storage.replicas[self._bucket_of[fqn]].ring is None
-        ]
         for replica, progress in zip(self._storage.replicas, self._progress, strict=True):
-            progress.pending = len(replica.plan.placements)
+            progress.pending = self._expected.params_by_bucket[replica.plan.index]
             if replica.ring is not None:
                 self._written.difference_update(placement.fqn for placement in replica.plan.placements)
                 progress.phase = BucketPhase.FILLING
                 replica.grad = None
         self._next = 0
-        for fqn, grad in late:
-            if self._storage.replicas[self._bucket_of[fqn]].ring is not None:
-                self._accumulate(fqn, grad)
+        for fqn in [fqn for fqn in sorted(self._late) if self._storage.replicas[self._bucket_of[fqn]].ring is not None]:
+            self._accumulate(fqn, self._storage.view_in(self._spares[self._bucket_of[fqn]], fqn))
+            self._late.remove(fqn)
+        kept = {self._bucket_of[fqn] for fqn in self._late}
+        self._spares = {index: spare for index, spare in self._spares.items() if index in kept}
 
     def _learn(self) -> None:
         self._seen.update(self._written)
-        self._expected = dict(self._arrivals)
+        self._expected.learn(self._arrivals)
         self._arrivals.clear()
         self._num_rounds += 1
 
@@ -279,7 +297,7 @@ class GradReducer:
                 replica.take_gradient()
             self._add_stages({index: self._storage.replicas[index].shard.update for index in self._ties})
             self._is_finished = True
-        return frozenset(self._bucket_of).difference(self._seen, self.late)
+        return frozenset(self._bucket_of).difference(self._seen, self._late)
 
     def _add_stages(self, shards: Mapping[int, Tensor]) -> None:
         """Sum the gradients of tied weights over the pipeline stages that hold copies of them; the order is by name,
@@ -309,12 +327,15 @@ class GradReducer:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Forget all gradients, and what was said of them."""
+        """Forget all gradients, and what was said of them. If their reduction has begun, ranks tell each other."""
         self.said = Said()
-        self.reset()
+        has_launched = self.reset()
+        if has_launched:
+            self.when_dropped()
 
-    def reset(self) -> None:
-        """Forget all gradients. Costs no pass over memory: the first write of a gradient replaces what was there.
+    def reset(self) -> bool:
+        """Forget all gradients; returns whether any were reduced, here and with that on other ranks. Costs no pass over
+        memory: the first write of a gradient replaces what was there.
 
         A round that was begun is finished first: other ranks may have launched buckets that this one has not, because
         its gradients were missing, and would wait for it for ever.
@@ -328,16 +349,18 @@ class GradReducer:
                 replica.ring.release(replica.grad)
                 replica.grad = None
             progress.phase = BucketPhase.FILLING
-            progress.pending = len(replica.plan.placements)
+            progress.pending = self._expected.params_by_bucket[replica.plan.index]
             progress.has_landed = False
         self._written.clear()
         self._seen.clear()
         self._arrivals.clear()
-        self._late_grads.clear()
+        self._forget_late()
         self._unwanted.clear()
         self._next = 0
         self._num_rounds = 0
         self._is_finished = False
+        has_launched, self._has_launched = self._has_launched, False
+        return has_launched
 
     def forget_one(self, fqn: str) -> None:
         """Forget a param's gradient, once that of every other is to be forgotten too: buckets are reduced whole, on all
@@ -367,4 +390,4 @@ class GradReducer:
     @property
     def has_gradients(self) -> bool:
         """Whether any gradient was written since the last reset."""
-        return bool(self._written or self._seen or self._late_grads)
+        return bool(self._written or self._seen or self._late)

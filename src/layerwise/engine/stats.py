@@ -20,6 +20,7 @@ from layerwise.kernels.stats import count_zeros, group_sums, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
+from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
 
 _WORD_BITS = 12
@@ -192,6 +193,7 @@ class StatsPass:
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
+        self._updates = UpdateParts(self._pairs, stay=bool(storage.replicas))
         self._everywhere = torch.tensor([self._stage_sizes[stage] for stage, _ in self._entries], dtype=torch.float64)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
@@ -222,7 +224,7 @@ class StatsPass:
         parts.missing.copy_(self._flags(mine.missing))
         vector = known.to(self._device, non_blocking=True)
         parts = self._parts(vector)
-        spans = [shard.update[span.part] for shard, span in self._pairs]
+        spans = self._updates.now()
         sums = square_sums(spans).to(self._device) * self._weights(divisors)
         parts.groups.copy_(group_sums(sums, self._groups, len(self.names)))
         if self._zeros:
@@ -231,6 +233,18 @@ class StatsPass:
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
         return self._read(self._parts(vector.cpu()), divisors)
+
+    def meet(self, settings: str) -> bool:
+        """Send these settings and nothing else, where other ranks may be sending all of theirs; whether all are the same."""
+        vector = torch.zeros(self.numel, dtype=torch.float64)
+        parts = self._parts(vector)
+        words = torch.zeros(len(self._senders), HASH_WORDS, dtype=torch.float64)
+        words[self._stage] = torch.tensor(_words(settings), dtype=torch.float64)
+        parts.words.copy_(words.flatten())
+        parts.squared_words.copy_(parts.words.square())
+        vector = vector.to(self._device)
+        self._communicator.all_reduce(self.op, vector).wait()
+        return self._is_consistent(self._parts(vector.cpu()))
 
     def _weights(self, divisors: Divisors) -> Tensor | float:
         """What brings squares of sums that have divisors of their own to the common one."""
@@ -256,11 +270,13 @@ class StatsPass:
     def _parts(self, vector: Tensor) -> _Parts:
         return _Parts(*torch.split(vector, list(self._sizes)))
 
-    def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
+    def _is_consistent(self, parts: _Parts) -> bool:
         # All senders of a word sent the same exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from
         # reduced values.
         sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(HASH_WORDS)
-        same = parts.squared_words * sizes == parts.words.square()
+        return bool((parts.squared_words * sizes == parts.words.square()).all())
+
+    def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
         return Totals(
             square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
             num_zeros=int(parts.zeros) if self._zeros else None,
@@ -268,7 +284,7 @@ class StatsPass:
             nonfinite=tuple(map(self._name, self._counted(parts.nonfinite))),
             late=frozenset(self._counted(parts.late)),
             nothing_arrived=torch.equal(parts.missing, self._everywhere),
-            consistent=bool(same.all()),
+            consistent=self._is_consistent(parts),
             problems=int(parts.problems),
             scaled=tuple(map(int, parts.scaled.tolist())),
             unscaled=tuple(map(int, parts.unscaled.tolist())),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -76,6 +77,18 @@ class Live:
     """Why they make no rule."""
 
 
+def _weakly(stepper: Stepper) -> Callable[[], None]:
+    """Have a stepper asked for as long as somebody holds it."""
+    own = weakref.ref(stepper)
+
+    def ask() -> None:
+        found = own()
+        if found is not None:
+            found.agree_to_drop()
+
+    return ask
+
+
 class Stepper:
     """Steps the shards of an engine by the rules of an optimizer."""
 
@@ -95,6 +108,9 @@ class Stepper:
         self._changed: set[str] = set()
         self._has_checked_replicas = False
         self._is_half_way = False
+        engine.count.steps = 0  # an optimizer before this one may have counted
+        self._is_stepping = False
+        engine.gradients.when_dropped = _weakly(self)
 
     @cached_property
     def schedule(self) -> CommSchedule:
@@ -109,6 +125,7 @@ class Stepper:
     def step(self, live: Live) -> None:
         """All phases, or none: a step that is skipped changes nothing."""
         engine = self._engine
+        self._is_stepping = True
         try:
             # 1. Reduce, and 2. Stats.
             totals = self.measure(live)
@@ -120,7 +137,7 @@ class Stepper:
                 self.scaler.update(overflow=bool(totals.nonfinite))
             clipped = NOTHING_CLIPPED
             if not skip_reason:
-                engine.publisher.learn_order(engine.groups)
+                engine.publisher.order.learn(engine.groups)
                 with self._moving_masters():
                     self.update.average(totals.divisors, coefficients)
                     # 3. Momentum.
@@ -134,6 +151,7 @@ class Stepper:
             self._record(totals, coefficients, skip_reason, clipped, live)
         finally:
             self.forget()
+            self._is_stepping = False
 
     def measure(self, live: Live) -> Totals:
         """Finish the reductions and take the statistics; raises on every rank if any of them has a problem."""
@@ -161,7 +179,7 @@ class Stepper:
         )
         divisors = self._divisors()
         totals = self._stats_pass.reduce(seen, divisors)
-        if totals.late:
+        if totals.late and totals.consistent:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
             totals = self._stats_pass.reduce(replace(seen, late=gradients.late), divisors)
@@ -184,6 +202,27 @@ class Stepper:
         self.update.unbind()
         if self._clipper is not None:
             self._clipper.reset()
+
+    def agree_to_drop(self) -> None:
+        """Gradients whose reduction has begun were dropped, outside of a step. Raise, on every rank, unless all of them
+        did so: where some step instead, reductions of different backwards would be paired from now on.
+
+        Every reduction that has begun ends in one exchange of statistics, which says what becomes of it: a rank that drops
+        it says so where the others send those of their step. It costs nothing where gradients were not on their way:
+        after a step, before a backward, a second time. Pipeline stages reduce apart from each other, and may not all have
+        come to their backward; there ranks that disagree wait for each other until one of them gives up.
+        """
+        groups = self._engine.groups
+        if self._is_stepping or groups.world == 1 or len(groups.stages) > 1:
+            return
+        if self._stats_pass.meet("gradients were dropped"):
+            return
+        error = StateError(
+            "zero_grad() dropped gradients that were being reduced, while other ranks went on with a step(): reductions of different "
+            "backwards would be added up from here on. After a backward that failed on any rank, or ran on some only, all "
+            "ranks have to call zero_grad(), and all of them must have begun that backward; or call step() on all of them."
+        )
+        agree_despite(groups, "optimizer settings", error, {})
 
     def pull_changed(self) -> None:
         """Masters follow what the user wrote into weights."""

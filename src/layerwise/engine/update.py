@@ -12,13 +12,14 @@ from layerwise.comm.scopes import scope
 from layerwise.dtypes import DType
 from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, LiveOptions, Runs, number, products_of
 from layerwise.engine.engine import Engine
-from layerwise.engine.exchanger import Batch, Cohort, Passage
+from layerwise.engine.exchanger import Batch, Cohort, OwnedRegion, Passage
 from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
+from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
 
 
@@ -76,10 +77,13 @@ class Update:
             {name: [run.of(run.shard.state[name]) for run in members] for name in group.rule.state_names}
             for group, members in zip(groups, self._runs, strict=True)
         ]
-        self._spans_by_norm_group: dict[str, list[tuple[Shard, Span]]] = {}
+        spans_by_norm_group: dict[str, list[tuple[Shard, Span]]] = {}
         for shard in self._shards:
             for span in shard.spans:
-                self._spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append((shard, span))
+                spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append((shard, span))
+        self._updates_by_norm_group = {
+            name: UpdateParts(spans, stay=bool(engine.storage.replicas)) for name, spans in spans_by_norm_group.items()
+        }
         shard_by_index = {shard.plan.index: shard for shard in self._shards}
         self._cohorts = [
             [
@@ -96,11 +100,9 @@ class Update:
             ]
             for work in self._works
         ]
-        self._factors = {
-            cohort: Factors((self._group_of[region.matrix.fqn], region.matrix.logical_shape) for region in cohort.owned)
-            for cohorts in self._cohorts
-            for cohort in cohorts
-        }
+        every = [cohort for cohorts in self._cohorts for cohort in cohorts]
+        self._staying_factors = {cohort: self._factors_of(cohort.staying) for cohort in every}
+        self._returning_factors = {cohort: self._factors_of(cohort.returning) for cohort in every}
         travelling = [[cohort for cohort in cohorts if cohort.travels] for cohorts in self._cohorts]
         self.slots = engine.storage.slots([[cohort.passage_nbytes for cohort in cohorts] for cohorts in travelling])
         for cohorts, slots in zip(travelling, self.slots.plan.slots, strict=True):
@@ -115,6 +117,9 @@ class Update:
             for cohort in cohorts
             for batch in cohort.batches
         }
+
+    def _factors_of(self, regions: Sequence[OwnedRegion]) -> Factors:
+        return Factors((self._group_of[region.matrix.fqn], region.matrix.logical_shape) for region in regions)
 
     def _allocate_state(self) -> None:
         """All state, on every rank, before the first step: nothing that saves or loads state has to run a step to bring
@@ -138,9 +143,9 @@ class Update:
         for divisor, updates in by_divisor.items():
             if divisor != 1.0:
                 torch._foreach_div_(updates, divisor)
-        for name, spans in self._spans_by_norm_group.items():
+        for name, parts in self._updates_by_norm_group.items():
             if coefficients[name] < 1.0:
-                torch._foreach_mul_([shard.update[span.part] for shard, span in spans], coefficients[name])
+                torch._foreach_mul_(parts.now(), coefficients[name])
 
     def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
         """What comes before a matrix is orthogonalised, element by element."""
@@ -211,6 +216,7 @@ class Update:
                 self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1), options)
             with scope(f"return of {cohort.label}"):
                 returning[number_] = cohort.send_back(directions)
+            self._subtract(cohort.staying, cohort.kept(directions), self._staying_factors[cohort], options)
             del directions
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
@@ -223,11 +229,17 @@ class Update:
         return direction.mT.contiguous() if batch.transposed else direction
 
     def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[LiveOptions]) -> None:
-        """Apply returned directions to the masters this rank owns, each region with the factor of its matrix."""
-        cohort.store(passage)
-        factors = self._factors[cohort].under(options)
-        with scope(f"update masters of {cohort.label}"):
-            subtract_scaled_([region.master for region in cohort.owned], cohort.updates(), factors)
+        """What comes back is taken off the masters from where it arrived."""
+        self._subtract(cohort.returning, cohort.returned(passage), self._returning_factors[cohort], options)
+        passage.release()
+
+    @staticmethod
+    def _subtract(
+        regions: Sequence[OwnedRegion], directions: list[Tensor], factors: Factors, options: Sequence[LiveOptions]
+    ) -> None:
+        """Take directions off the masters this rank owns, each region with the factor of its matrix."""
+        with scope("update masters"):
+            subtract_scaled_([region.master for region in regions], directions, factors.under(options))
 
     def products(self, options: Sequence[LiveOptions]) -> dict[str, str]:
         """Which kernels multiply, and why, for every `ns_dtype` of the matrix rules."""

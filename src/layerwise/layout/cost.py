@@ -73,3 +73,15 @@ def newton_schulz_flops(rows: int, cols: int, steps: int, *, gram: bool) -> int:
         segments = gram_segments(steps)
         return 2 * len(segments) * oblong + sum(4 * length - 3 for length in segments) * square
     return steps * (2 * oblong + square)
+
+
+def newton_schulz_workspace(rows: int, cols: int, method: str) -> int:
+    """Elements that the kernels of a GPU hold for one matrix beside it and its result, when they hold most.
+
+    Both forms keep a normalised copy. standard: the Gram matrix and its polynomial. gram: while a segment goes on, five
+    n x n matrices; the result does not exist yet then.
+    """
+    numel, square = rows * cols, min(rows, cols) ** 2
+    if resolve_method(method, rows, cols) == "gram":
+        return max(numel + square, 5 * square)
+    return numel + 2 * square

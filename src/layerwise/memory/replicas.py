@@ -12,6 +12,7 @@ from torch import Tensor
 from layerwise.errors import StateError
 from layerwise.layout.storage import GRAD_SLOTS, BucketPlan
 from layerwise.memory.shards import Shard
+from layerwise.memory.streams import Written
 
 
 class ReplicaState(Enum):
@@ -37,6 +38,12 @@ class Replica:
     # The step whose gather was launched last, and the one that forward reads.
     launched_version: int = 0
     version: int = 0
+    written: Written | None = None  # on CUDA: what readers on other streams must wait for
+
+    @property
+    def landing(self) -> Tensor:
+        """Where a gather leaves every rank's message, in order of rank."""
+        return self.weights
 
     @property
     def state(self) -> ReplicaState:
@@ -50,7 +57,7 @@ class Replica:
         self._expect(ReplicaState.FRESH, ReplicaState.STALE)
 
     def message(self) -> Tensor:
-        """What this rank sends of a bucket that is to be gathered."""
+        """What this rank sends of a bucket that is to be gathered: its part of `landing`, written there."""
         self._expect(ReplicaState.STALE, ReplicaState.IN_FLIGHT)
         self.shard.round_master()
         return self.shard.weight
@@ -58,12 +65,24 @@ class Replica:
     def launch(self) -> None:
         """The gather was started: stale becomes in flight."""
         self._expect(ReplicaState.STALE, ReplicaState.IN_FLIGHT)
+        self._note_written()
         self.launched_version = self.shard.version
 
     def land(self) -> None:
-        """Every rank's message has arrived: in flight becomes fresh."""
+        """Every rank's message has arrived in `landing`: in flight becomes fresh."""
         self._expect(ReplicaState.IN_FLIGHT, ReplicaState.FRESH)
+        self.wait_written()  # whoever launched it may have done so on another stream
+        self._note_written()  # before it counts as fresh: another thread may look at any time
         self.version = self.shard.version
+
+    def wait_written(self) -> None:
+        """Have the current CUDA stream read behind the one on which this was launched or landed."""
+        if self.written is not None:
+            self.written.wait()
+
+    def _note_written(self) -> None:
+        if self.weights.is_cuda:
+            self.written = Written(self.weights.device)
 
     def _expect(self, state: ReplicaState, becoming: ReplicaState) -> None:
         if self.state is not state:

@@ -20,6 +20,8 @@ from layerwise.memory.shards import Shard
 from layerwise.memory.slots import Slots
 from layerwise.models.table import torch_dtype
 
+_CPU = torch.device("cpu")
+
 
 def one_device(params: Mapping[str, nn.Parameter]) -> torch.device:
     """The device that all params are on; they must have values there."""
@@ -62,7 +64,14 @@ class Storage:
     """All shards and replicas of a model on this rank. Where the plan has buffers, params are re-pointed at views of the
     replicas; where it has none, params stay where they are, and shards are their memory."""
 
-    def __init__(self, plan: Plan, params: Mapping[str, nn.Parameter], ranks: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        params: Mapping[str, nn.Parameter],
+        ranks: Mapping[str, int],
+        other: torch.device = _CPU,
+    ) -> None:
+        """`other` is the device of what is not trained: that of a model that trains nothing."""
         self.plan = plan
         self.ranks = dict(ranks)
         """This rank's number in every domain."""
@@ -74,7 +83,7 @@ class Storage:
         self._grad_parts: dict[str, tuple[Replica, slice, torch.Size]] = {}
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the replicas' grads, where those stay
         self._full_grads: list[Tensor | None] = []
-        self.device = one_device(self.params) if self.params else torch.device("cpu")
+        self.device = one_device(self.params) if self.params else other
         self.replicas = self._replicas()
         self.shards: tuple[Shard, ...] = tuple(replica.shard for replica in self.replicas) or tuple(
             self._own_shard(shard) for shard in plan.shards

@@ -29,7 +29,9 @@ class ModuleTree:
 
     def renew(self) -> None:
         """Take the tree as it is now."""
-        self._modules = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
+        found = dict.fromkeys(module for root in self._roots for module in root.modules())
+        # A scripted module has tables of another kind, and nobody can change them.
+        self._modules = [module for module in found if isinstance(module._parameters, dict)]
         self._tables = list(chain.from_iterable(map(_TABLES, self._modules)))
         self._names = list(chain.from_iterable(self._tables))
         self._members = list(chain.from_iterable(map(dict.values, self._tables)))

@@ -30,6 +30,7 @@ from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
 from layerwise.errors import StateError, warn
 from layerwise.layout.options import Options
+from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.table import named_params
@@ -146,6 +147,11 @@ class Optimizer(torch.optim.Optimizer):
         return self._engine.plan.options.memory == "buffers"
 
     @property
+    def plan(self) -> Plan:
+        """What was decided: `.digest`, `.describe()`, `.route(fqn).reason`; that of the model, where it is wrapped."""
+        return self._engine.plan
+
+    @property
     def stats(self) -> StepStats:
         """What the last step saw and did."""
         return self._stepper.stats
@@ -202,7 +208,8 @@ class Optimizer(torch.optim.Optimizer):
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a backward that failed half way. Call it on every rank, after all of them or
-        none of them ran a synchronised backward: reductions that some have begun are finished first."""
+        none of them ran a synchronised backward: reductions that some have begun are finished first. Where one rank drops a
+        backward that another steps, both raise."""
         self._engine.gradients.forget()
         super().zero_grad(set_to_none)
 

@@ -28,8 +28,12 @@ class ExtraState(TypedDict):
 
 
 def describe_spans(storage: Storage) -> dict[str, list[int]]:
-    """The flat interval of every param that this rank's state covers."""
-    return {span.fqn: [span.start, span.stop] for shard in storage.shards for span in shard.spans}
+    """The elements of every param that this rank's state covers: where each span begins and ends, in order."""
+    found: dict[str, list[int]] = {}
+    for shard in storage.shards:
+        for span in shard.spans:
+            found.setdefault(span.fqn, []).extend((span.start, span.stop))
+    return found
 
 
 def export_state(state_dict: dict[str, object], extra: ExtraState) -> dict[str, object]:

@@ -24,7 +24,6 @@ from layerwise.comm.groups import (
 )
 from layerwise.comm.scopes import scope
 from layerwise.engine.engine import Engine, Settings
-from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer
 from layerwise.errors import StateError
 from layerwise.layout.options import Options, bucket_numel_of
@@ -36,7 +35,7 @@ from layerwise.memory.storage import refuse_sparse
 from layerwise.models.names import named_buffers, named_parameters, unwrapped
 from layerwise.models.table import plain_dtype
 from layerwise.models.tracing import never_traced
-from layerwise.parallel.watch import refuse_scripted, watch_forward
+from layerwise.parallel.watch import ensure_compiled, refuse_scripted, watch_forward
 from layerwise.routing.rules import RouteRule
 
 _SAME_EVERYWHERE = (
@@ -48,9 +47,6 @@ _SAME_EVERYWHERE = (
     "check_replicas",
 )
 """Settings that decide when collectives are issued, and are in no plan."""
-
-
-_ensure_compiled = never_traced(Publisher.ensure_compiled)
 
 
 class DataParallel(nn.Module):
@@ -78,7 +74,8 @@ class DataParallel(nn.Module):
         shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
         staging: where the exchange of matrices has its staging memory: "slots" of its own, or "gradients", which leases
             gradient memory that is idle in `step()`.
-        overlap_grad_reduce: reduce full buckets while backward goes on.
+        overlap_grad_reduce: reduce full buckets while backward goes on. Params whose gradients stay away are waited for
+            in eight backwards, and then no more.
         overlap_param_gather: let the gathers of params run on under the next forward, which waits for each bucket just
             before it reads it, instead of waiting in `step()`. Whatever else reads a weight waits for it too.
         prefetch: how many buckets may be on their way ahead of the one that forward reads; None starts all of them in
@@ -205,7 +202,7 @@ class DataParallel(nn.Module):
                 "model.module[i], or hand the chunks to a pipeline schedule."
             )
         self.engine.check_bound()
-        _ensure_compiled(self.engine.publisher)
+        ensure_compiled(self.engine.publisher)
         return self.engine.chunks[0](*args, **kwargs)
 
     @contextmanager
@@ -236,7 +233,10 @@ class DataParallel(nn.Module):
 
     def ensure(self) -> None:
         """Bring all weights up to date, with `overlap_param_gather`. Reading them does so as well, but with `prefetch` or
-        `align_param_gather` waits for the other ranks to read them too. Call it on every rank."""
+        `align_param_gather` waits for the other ranks to read them too. Call it on every rank.
+
+        Forward on another CUDA stream than the one that brought weights up to date is ordered behind that. What reads them
+        there by itself, outside of any module's forward, calls this on its stream first."""
         self.engine.publisher.ensure_all()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -1,6 +1,6 @@
 """Forward hooks: a module's params are brought up to date just before it runs.
 
-The hook sits on the modules that own params directly and costs two attribute reads per bucket once that is fresh. It is
+The hook sits on the modules that own params directly and costs three attribute reads per bucket once that is fresh. It is
 what makes gathers early and cheap; what makes them certain is `memory.stale`, which catches every other read.
 """
 
@@ -18,6 +18,7 @@ from layerwise.engine.publisher import Publisher
 from layerwise.memory.replicas import Replica
 from layerwise.memory.stale import outside_transforms
 from layerwise.models.names import named_modules
+from layerwise.models.tracing import never_traced
 
 Replicas = tuple[Replica, ...]
 
@@ -56,7 +57,7 @@ def watch_forward(
         own = inside if isinstance(module, _READ_CHILDREN) else _replicas(module.parameters(recurse=False), replica_of)
         if own:
             asking = module.register_forward_pre_hook(_Asking(own, publisher))
-            publisher.when_learned(asking.remove)
+            publisher.order.when_learned(asking.remove)
             when_released(asking.remove)
             when_released(module.register_forward_pre_hook(_Ensuring(own, publisher, watch_entries)).remove)
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile(module)
@@ -75,11 +76,20 @@ def _replicas(params: Iterator[nn.Parameter], replica_of: Mapping[nn.Parameter, 
 
 
 def _ensure(replicas: Replicas, publisher: Publisher) -> None:
-    """Bring what is stale up to date; two attribute reads for what is not."""
+    """Bring what is stale up to date; three attribute reads for what is not."""
     for replica in replicas:
         if replica.version != replica.shard.version:
             with scope(f"forward hook for {replica.plan.label}"):
                 outside_transforms(partial(publisher.ensure, replica))
+        elif replica.written is not None:
+            replica.written.wait()
+
+
+@never_traced
+def ensure_compiled(publisher: Publisher) -> None:
+    """Bring up to date whatever compiled code may read."""
+    for replica in publisher.compiled:
+        publisher.ensure(replica)
 
 
 def _nothing(*args: object) -> None:
@@ -111,7 +121,9 @@ class _Ensuring(_Hook):
 
         @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def trace() -> int:
-            publisher.note_compiled(replicas)
+            publisher.compiled.note(replicas)
+            for replica in replicas:
+                publisher.ensure(replica)
             when_traced()
             return 0
 
@@ -129,7 +141,7 @@ class _Asking(_Hook):
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
         if not torch.compiler.is_compiling():
-            self._publisher.ask(self._replicas)
+            self._publisher.order.ask(self._replicas)
 
 
 class _Entry:

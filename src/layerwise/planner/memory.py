@@ -1,8 +1,7 @@
 """Bytes that every rank will hold, by what they are for: the figures that `buffers.storage`, the optimizer and the
 exchanger come to once they run, without running them.
 
-What is not counted is what the model and its kernels need for themselves: activations, the workspace of Newton-Schulz,
-and what a communication library allocates.
+What is not counted is what the model needs for itself, its activations, and what a communication library allocates.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import add
+from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
-from layerwise.config.rules import Rule
+from layerwise.config.rules import Muon
 from layerwise.dtypes import DType
 from layerwise.layout.choice import spread
+from layerwise.layout.cost import newton_schulz_workspace
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
@@ -44,10 +43,12 @@ class Memory:
     slots: int
     """Staging: the ring of the exchange, which stays until it is freed, and at the worst moment what a reduction receives or
     the matrices of one cohort and what became of them."""
+    workspace: int
+    """What Newton-Schulz needs for itself at that moment, on kernels of our own: a GPU's."""
 
     @property
     def total(self) -> int:
-        return self.params + self.grads + self.masters + self.state + self.slots
+        return self.params + self.grads + self.masters + self.state + self.slots + self.workspace
 
     def to_json(self) -> dict[str, int]:
         return {
@@ -56,6 +57,7 @@ class Memory:
             "masters": self.masters,
             "state": self.state,
             "slots": self.slots,
+            "workspace": self.workspace,
             "total": self.total,
         }
 
@@ -73,13 +75,27 @@ def worst_memory(plan: Plan, schedule: CommSchedule, rules: Rules) -> Memory:
     return _memory(max(_held_by_rank(plan, schedule, rules), key=sum))
 
 
-_Held: TypeAlias = tuple[int, int, int, int, int]
+def lagging_nbytes(plan: Plan) -> int:
+    """Bytes more that a rank holds at most where reductions lag behind backward, and full gradients are released once they
+    are reduced: then those of one backward may all be there before the first is over, with what is in flight."""
+    more = 0
+    for buffer in plan.buffers:
+        if plan.leases_grads(buffer):
+            count = len(buffer.buckets)
+            slot = max(bucket.numel for bucket in buffer.buckets) * plan.grad_dtype.itemsize
+            more += count * slot - _full_grads(plan, buffer)
+            flying = zip(_reduction_staging(plan, buffer), _reduction_staging(plan, buffer, count), strict=True)
+            more += max(most - usual for usual, most in flying)
+    return more
+
+
+_Held: TypeAlias = tuple[int, int, int, int, int, int]
 """The fields of a `Memory`, in order: thousands of ranks have one, and most are only compared."""
 
 
 def _memory(held: _Held) -> Memory:
-    params, grads, masters, state, slots = held
-    return Memory(params=params, grads=grads, masters=masters, state=state, slots=slots)
+    params, grads, masters, state, slots, workspace = held
+    return Memory(params=params, grads=grads, masters=masters, state=state, slots=slots, workspace=workspace)
 
 
 def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[_Held]:
@@ -97,21 +113,33 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
         grads = _plus(grads, held, each)
         state = _plus(state, held, _FP32 * len(rules.of(buffer.key.family).state_names))
         reducing = _plus(reducing, spread(_reduction_staging(plan, buffer), plan.world))
-    batches = [0] * plan.world
+    own = [0] * plan.world
+    for shard in plan.own:
+        (param,) = map(plan.table.find, shard.fqns)
+        held = spread([shard.shard_numel(rank) for rank in range(shard.world)], plan.world)
+        own = _plus(own, held, param.dtype.itemsize)
+        # A gradient has the dtype of its param, and is worked on in fp32: where it is, if it is that already.
+        is_fp32 = param.dtype is DType.FP32
+        grads = _plus(grads, held, _FP32 if is_fp32 else param.dtype.itemsize + _FP32)
+        masters = _plus(masters, held, 0 if is_fp32 else _FP32)
+        state = _plus(state, held, _FP32 * len(rules.of(plan.routes[param.fqn].family).state_names))
+    batches, at_work = [0] * plan.world, [0] * plan.world
     passages: list[list[list[int]]] = []
-    if rules.matrix.is_matrix_rule:
+    if isinstance(rules.matrix, Muon):
         dtypes = wire_dtypes_for(plan, rules)
         for work in plan.works:
-            homes = _home_numels(work, rules.matrix)
-            state = _plus(state, spread(homes.state, plan.world), _FP32)
-            # One domain after the other, one cohort's matrices and what becomes of them at a time.
             sizes = [dtypes[work.domain, cohort].itemsize for cohort in range(work.num_cohorts)]
-            here = ([2 * numel * size for numel in numels] for numels, size in zip(homes.by_cohort, sizes, strict=True))
-            batches = list(map(max, batches, spread(_most(here), plan.world)))
+            homes = _homes_of(work, rules.matrix, sizes)
+            state = _plus(state, spread(homes.state, plan.world), _FP32)
+            # One domain after the other.
+            batches = list(map(max, batches, spread(homes.batches, plan.world)))
+            at_work = list(map(max, at_work, spread(homes.at_work, plan.world)))
             passages.append([spread(passage, plan.world) for passage in _passages(work, schedule, sizes)])
     grads = [full + apart for apart in grads]
-    slots = map(add, map(max, reducing, batches), _own_slots(plan, passages))
-    return zip(repeat(params, plan.world), grads, masters, state, slots, strict=True)
+    staged = list(map(max, reducing, batches))
+    slots = map(add, staged, _own_slots(plan, passages))
+    workspace = map(sub, map(max, staged, at_work), staged)
+    return zip([params + mine for mine in own], grads, masters, state, slots, workspace, strict=True)
 
 
 def _plus(totals: Sequence[int], more: Sequence[int], times: int = 1) -> list[int]:
@@ -156,16 +184,17 @@ def _bytes_per_held_element(plan: Plan, buffer: BufferPlan) -> int:
 # -- what comes and goes -----------------------------------------------------------------------------
 
 
-def _reduction_staging(plan: Plan, buffer: BufferPlan) -> list[int]:
-    """Bytes in flight per rank when most is. A collective reduces in place; an ordered one receives every rank's part of
-    the shard before it adds them up, and holds what it sent where that was rounded first."""
+def _reduction_staging(plan: Plan, buffer: BufferPlan, leased: int = GRAD_SLOTS) -> list[int]:
+    """Bytes in flight per rank when most is, and no more than so many `leased` gradients. A collective reduces in place; an
+    ordered one receives every rank's part of the shard before it adds them up, and holds what it sent where that was
+    rounded first."""
     world = plan.world_by_domain[buffer.key.domain]
     if not _is_ordered(buffer):
         return [0] * world
     flights = [_flight(plan, bucket, world) for bucket in buffer.buckets]
     # Handles are waited for at the end of backward, or once they are ready and a leased slot is needed: with a wire as
     # fast as backward, when the next bucket has filled.
-    most = GRAD_SLOTS if plan.leases_grads(buffer) else len(flights)
+    most = leased if plan.leases_grads(buffer) else len(flights)
     together = [flights[start : start + most] for start in range(max(1, len(flights) - most + 1))]
     return [max(sum(flight[rank] for flight in flown) for flown in together) for rank in range(world)]
 
@@ -177,50 +206,43 @@ def _flight(plan: Plan, bucket: BucketPlan, world: int) -> list[int]:
 
 
 class _Homes(NamedTuple):
-    """What the matrices mean for the ranks that are home to them."""
+    """What the matrices mean for the ranks that are home to them, in elements, per rank."""
 
-    by_cohort: list[Sequence[int]]
-    """Elements of each cohort's matrices, per rank; one number where it is that of every rank."""
+    batches: list[int]
+    """The matrices of one cohort and, of the largest batch, what becomes of it: at the worst moment of a step."""
+    at_work: list[int]
+    """The same with what Newton-Schulz needs for itself, on kernels of our own."""
     state: list[int]
-    """Numbers of state that lives with them, per rank."""
+    """Numbers of state that lives with them."""
 
 
-def _home_numels(work: WorkPlan, rule: Rule) -> _Homes:
-    by_cohort: dict[int, list[int]] = {}
-    state = [0] * work.world
-    everywhere = [0] * work.num_cohorts
-    state_everywhere = 0
+def _homes_of(work: WorkPlan, rule: Muon, itemsizes: Sequence[int]) -> _Homes:
+    """In bytes, but for the state."""
+    numels: dict[tuple[int, int, int, int], int] = {}
+    everyone = work.world  # in place of a rank, for what every rank is home to
+    state = [0] * (work.world + 1)
     has_state = bool(rule.home_state(1, 1))
     for matrix, _, homes, cohort in work.items:
-        kept = sum(map(math.prod, rule.home_state(*matrix.logical_shape).values())) if has_state else 0
-        if len(homes) == work.world:
-            everywhere[cohort] += matrix.rows * matrix.cols
-            state_everywhere += kept
-        else:
-            if cohort not in by_cohort:
-                by_cohort[cohort] = [0] * work.world
-            for home in homes:
-                by_cohort[cohort][home] += matrix.rows * matrix.cols
-                state[home] += kept
+        rows, cols = matrix.rows, matrix.cols
+        for home in homes if len(homes) < everyone else (everyone,):
+            key = cohort, home, rows, cols
+            numels[key] = numels.get(key, 0) + rows * cols
+            if has_state:
+                state[home] += sum(map(math.prod, rule.home_state(*matrix.logical_shape).values()))
+    totals: dict[tuple[int, int], int] = {}
+    for (cohort, home, _, _), numel in numels.items():
+        totals[cohort, home] = totals.get((cohort, home), 0) + numel
+    batches, at_work = [0] * (work.world + 1), [0] * (work.world + 1)
+    for (cohort, home, rows, cols), numel in numels.items():
+        total = totals[cohort, home] + (totals.get((cohort, everyone), 0) if home < everyone else 0)
+        batches[home] = max(batches[home], (total + numel) * itemsizes[cohort])
+        needed = numel // (rows * cols) * newton_schulz_workspace(rows, cols, rule.method)
+        at_work[home] = max(at_work[home], (total + numel + needed) * itemsizes[cohort])
     return _Homes(
-        by_cohort=[
-            [numel + more for numel in by_cohort[cohort]] if cohort in by_cohort else (more,)
-            for cohort, more in enumerate(everywhere)
-        ],
-        state=[numel + state_everywhere for numel in state],
+        [max(numel, batches[everyone]) for numel in batches[:everyone]],
+        [max(numel, at_work[everyone]) for numel in at_work[:everyone]],
+        [numel + state[everyone] for numel in state[:everyone]],
     )
-
-
-def _most(columns: Iterable[Sequence[int]]) -> Sequence[int]:
-    """The largest number of each rank, from columns that have one per rank, or one for all of them."""
-    most: list[int] = []
-    everywhere = 0
-    for column in columns:
-        if len(column) == 1:
-            everywhere = max(everywhere, column[0])
-        else:
-            most = list(map(max, most, column)) if most else list(column)
-    return [max(everywhere, numel) for numel in most] if most else (everywhere,)
 
 
 def _passages(work: WorkPlan, schedule: CommSchedule, sizes: Sequence[int]) -> list[Sequence[int]]:

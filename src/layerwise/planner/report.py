@@ -15,7 +15,7 @@ from layerwise.dtypes import DType
 from layerwise.layout.choice import Choice
 from layerwise.layout.options import DEFAULT_OPTIONS, Options
 from layerwise.layout.plan import Plan, compare_plans
-from layerwise.planner.memory import Memory, worst_memory
+from layerwise.planner.memory import Memory, lagging_nbytes, worst_memory
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import Traffic, Work, traffic_of, work_of
 from layerwise.routing.rules import suspicion
@@ -37,6 +37,8 @@ class Column:
     """`auto` takes it."""
     memory: Memory
     """Of the rank that holds most."""
+    at_most_nbytes: int
+    """What it may hold where reductions lag behind backward: more only with `shard_grads`."""
     padding_percent: float
     """Padding over elements of params."""
     buckets: int
@@ -48,6 +50,7 @@ class Column:
             "layout": self.layout,
             "chosen": self.is_chosen,
             "memory_bytes": self.memory.to_json(),
+            "memory_at_most_bytes": self.at_most_nbytes,
             "padding_percent": self.padding_percent,
             "buckets": self.buckets,
             "newton_schulz": self.work.to_json(),
@@ -66,10 +69,12 @@ def column_of(plan: Plan, *, rules: Rules = _DEFAULT_RULES, is_chosen: bool = Fa
     True
     """
     schedule = schedule_for(plan, rules)
+    memory = worst_memory(plan, schedule, rules)
     return Column(
         layout=plan.layout_label,
         is_chosen=is_chosen,
-        memory=worst_memory(plan, schedule, rules),
+        memory=memory,
+        at_most_nbytes=memory.total + lagging_nbytes(plan),
         padding_percent=100 * plan.padding_ratio,
         buckets=len(plan.buckets),
         work=work_of(plan, rules),

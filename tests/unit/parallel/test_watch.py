@@ -170,7 +170,7 @@ def test_the_order_is_that_of_the_first_forward(backwards: bool) -> None:
     names = [*(f"layers.{number}.weight" for number in numbers), "head.weight"]
     if told:
         assert f"{names[0]!r}" in told[0]
-    order = [run.replicas[index].plan.placements[0].fqn for index in run.model.engine.publisher._order]
+    order = [run.replicas[index].plan.placements[0].fqn for index in run.model.engine.publisher.order.sequence]
     assert order == names
     assert same(run.weights(), twin.weights())
 

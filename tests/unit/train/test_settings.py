@@ -22,6 +22,7 @@ from layerwise.config.schema import (
     other_rule,
 )
 from layerwise.train.loop import Run, prepare
+from layerwise.units import MIB
 
 ALONE = Ranks(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 
@@ -92,9 +93,16 @@ def config(tmp_path: Path) -> TrainConfig:
 
 def as_asked(run: Run, asked: dict[str, Any]) -> dict[str, Any]:
     """What the model was built with, in the words of the config."""
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-    found = {name: getattr(run.model.engine.settings, name) for name in asked}
-    return {name: names.get(value, value) for name, value in found.items()}
+    settings, options = run.model.engine.settings, run.model.plan.options
+    found = {}
+    for name in asked:
+        if name == "bucket_mib":
+            assert options.bucket_numel is not None
+            found[name] = options.bucket_numel * options.grad_dtype.itemsize / MIB
+        else:
+            value = getattr(options if hasattr(options, name) else settings, name)
+            found[name] = str(value) if name == "grad_dtype" else value
+    return found
 
 
 def test_every_setting_of_the_parallelism_reaches_the_model(config: TrainConfig) -> None:

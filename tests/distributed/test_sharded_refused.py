@@ -1,0 +1,87 @@
+"""Models that torch has cut into DTensors are refused in words, by the optimizer and by the wrapper, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import layerwise
+from tests.ranks import raised, run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(6, 10)
+
+
+def whole(model: Model, world: int) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+
+
+def blocks_and_root(model: Model, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def last_block_only(model: Model, world: int) -> None:
+    fully_shard(model.blocks[1], mesh=init_device_mesh("cpu", (world,)))
+
+
+def tensor_parallel(model: Model, world: int) -> None:
+    plan = {"blocks.0.up": ColwiseParallel(), "blocks.0.down": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+
+
+def one_frozen_param(model: Model, world: int) -> None:
+    model.requires_grad_(True)
+    for param in model.head.parameters():
+        param.requires_grad_(False)
+    parallelize_module(model, init_device_mesh("cpu", (world,)), {"head": ColwiseParallel()})
+
+
+CUTS: dict[str, tuple[Callable[[Model, int], None], str]] = {
+    "fully_shard": (whole, "embedding.weight"),
+    "fully_shard of blocks and root": (blocks_and_root, "embedding.weight"),
+    "fully_shard of one block": (last_block_only, "blocks.1.up.weight"),
+    "parallelize_module of one block": (tensor_parallel, "blocks.0.up.weight"),
+    "parallelize_module of a frozen param": (one_frozen_param, "head.weight"),
+}
+
+
+def refusals(rank: int, world: int, name: str) -> list[str]:
+    """What the optimizer says of a cut model, what the wrapper says, and whether ranks can go on after it."""
+    torch.manual_seed(1)
+    model = Model()
+    CUTS[name][0](model, world)
+    rules = {"matrix": layerwise.Muon(lr=0.1), "other": layerwise.AdamW(lr=0.1)}
+    said = [raised(lambda: layerwise.Optimizer(model, **rules)), raised(lambda: layerwise.DataParallel(model))]
+    layerwise.Optimizer(layerwise.DataParallel(Model()), **rules)
+    return said
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_model_of_dtensors_is_refused_by_name(name: str) -> None:
+    for said in run_ranks(2, refusals, name):
+        for text in said:
+            assert text.startswith("TypeError: ")
+            assert f"param '{CUTS[name][1]}' is a DTensor, cut by fully_shard() or parallelize_module()" in text
+            assert "Sharded models are not supported yet" in text
+            assert "mixed" not in text

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
+from layerwise.layout.packing import megatron_cost
 from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.work import imbalance_of
 from layerwise.planner.presets import preset
 from layerwise.routing.spec import ParamTable, table_of
 from layerwise.units import format_nbytes
@@ -76,11 +78,11 @@ DIFFERENCES = {
 
 
 class Figures(NamedTuple):
-    """As measured: percent of padding, buckets, and the busiest rank's Newton-Schulz cost over the mean."""
+    """As measured: percent of padding, buckets, and the busiest rank's cost over the mean, by Megatron's own `megatron_cost`."""
 
     waste_percent: float
     buckets: int
-    imbalance: float | None = None
+    megatron_imbalance: float | None = None
 
 
 MEASURED: dict[str, dict[str, dict[int, Figures]]] = {
@@ -133,14 +135,24 @@ def figures(plan: Plan) -> dict[str, Any]:
         "waste_percent": round(100 * sum(buffer.padding for buffer in buffers) / numel, 4),
         "buckets": sum(len(buffer.buckets) for buffer in buffers),
         "matrices": sum(len(work.items) for work in plan.works),
-        "imbalance": round(max(work.imbalance for work in plan.works), 4),
+        "imbalance": round(plan.imbalance, 4),
     }
+
+
+def reference_figures(plan: Plan) -> dict[str, Any]:
+    """The same of a plan with a packing of Megatron's, and its balance by what Megatron takes matrices to cost."""
+    loads = [0] * plan.world
+    for work in plan.works:
+        for item in work.items:
+            for home in item.homes:
+                loads[home] += megatron_cost(item.matrix.rows, item.matrix.cols)
+    return {**figures(plan), "megatron_imbalance": round(imbalance_of(loads), 4)}
 
 
 def compare(model: str, layout: str, world: int, measured: Figures) -> dict[str, Any]:
     """One figure of Megatron's against our re-implementation and against our own packing."""
     table = MEASURED_SHAPES[model]
-    found = figures(make_plan(table, Options(layout=layout), world=world))
+    found = reference_figures(make_plan(table, Options(layout=layout), world=world))
     return {
         "model": model,
         "layout": layout,

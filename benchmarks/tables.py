@@ -138,13 +138,21 @@ def layouts(data: dict[str, Any]) -> str:
 
 
 def layouts_reference(data: dict[str, Any]) -> str:
-    def cell(figures: dict[str, Any], digits: int) -> str:
-        return f"{figures['waste_percent']:.{digits}f} %, {figures['buckets']}, {figures['imbalance']:.2f}"
+    def cell(figures: dict[str, Any], balance: str) -> str:
+        return f"{figures['waste_percent']:.1f} %, {figures['buckets']}, {figures[balance]:.2f}"
 
+    theirs, ours = "megatron_imbalance", "imbalance"
     return markdown(
-        ["matrices of", "ranks", "Megatron-LM, measured", "`padded:reference`", "`padded`"],
+        ["matrices of", "ranks", "Megatron-LM, measured", "`padded:reference`", "imbalance in FLOPs", "`padded`"],
         [
-            [row["model"], row["world"], cell(row["measured"], 1), cell(row["found"], 1), cell(row["ours"], 1)]
+            [
+                row["model"],
+                row["world"],
+                cell(row["measured"], theirs),
+                cell(row["found"], theirs),
+                f"{row['found'][ours]:.2f}",
+                cell(row["ours"], ours),
+            ]
             for row in data["reference"]
             if row["layout"] == "padded:reference"
         ],

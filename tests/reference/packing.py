@@ -39,28 +39,28 @@ def lowest(values: Sequence[int], among: Sequence[int]) -> int:
 
 
 def cut(params: Sequence[Param], shards: int, bucket_numel: int, *, by_cost: bool) -> list[list[Param]]:
-    """Chunks of params, given in backward order."""
+    """Portions of params, given in backward order."""
     divisor = math.lcm(64, math.lcm(shards, 128) // shards)
-    chunks: list[list[Param]] = []
-    chunk: list[Param] = []
+    portions: list[list[Param]] = []
+    portion: list[Param] = []
     for param in params:
         if param.alone:
-            chunks += [chunk, [param]]
-            chunk = []
+            portions += [portion, [param]]
+            portion = []
             continue
-        if chunk:
-            enough = max(bucket_numel, math.floor(Fraction(9, 10) * shards * max(p.numel for p in chunk)))
+        if portion:
+            enough = max(bucket_numel, math.floor(Fraction(9, 10) * shards * max(p.numel for p in portion)))
             loads = [0] * shards
-            for earlier in chunk:
+            for earlier in portion:
                 shard = lowest(loads, range(shards))
                 loads[shard] = up(loads[shard], 64) + earlier.numel
             fits = up(min(loads), 64) + param.numel <= up(max(loads), divisor)
-            if sum(p.numel for p in chunk) >= enough and not (by_cost and fits):
-                chunks.append(chunk)
-                chunk = []
-        chunk.append(param)
-    chunks.append(chunk)
-    return [chunk for chunk in chunks if chunk]
+            if sum(p.numel for p in portion) >= enough and not (by_cost and fits):
+                portions.append(portion)
+                portion = []
+        portion.append(param)
+    portions.append(portion)
+    return [portion for portion in portions if portion]
 
 
 def pack(params: Sequence[Param], shards: int, bucket_numel: int, *, by_cost: bool) -> tuple[list[Bucket], list[int]]:
@@ -68,11 +68,11 @@ def pack(params: Sequence[Param], shards: int, bucket_numel: int, *, by_cost: bo
     divisor = math.lcm(64, math.lcm(shards, 128) // shards)
     work = [0] * shards
     buckets = []
-    for chunk in cut(params, shards, bucket_numel, by_cost=by_cost):
+    for portion in cut(params, shards, bucket_numel, by_cost=by_cost):
         bucket = Bucket(0)
         ends = [0] * shards
-        cap = Fraction(sum(p.numel for p in chunk), shards) * Fraction(13, 10)
-        for param in sorted(chunk, key=lambda p: (-(p.cost if by_cost else p.numel), p.name)):
+        cap = Fraction(sum(p.numel for p in portion), shards) * Fraction(13, 10)
+        for param in sorted(portion, key=lambda p: (-(p.cost if by_cost else p.numel), p.name)):
             room = [s for s in range(shards) if up(ends[s], 64) + param.numel <= cap]
             if param.alone:
                 shard = 0

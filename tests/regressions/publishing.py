@@ -308,9 +308,9 @@ def replicas_of_later_chunks(rank: int, world: int) -> list[str]:
         torch.nn.init.normal_(param, std=0.1)
     model = layerwise.DataParallel(chunks, layout="padded", bucket_mib=0.001)
     optimizer = layerwise.Optimizer(model, **rules(worlds.Hyper()))
-    families = [{_is_matrices(model.plan, index) for index in group.buckets} for group in model.plan.launches]
+    families = [{_is_matrices(model.plan, index) for index in group.buckets} for group in model.plan.reduce_groups]
     if {True, False} not in families:
-        return ["the scene has no launch group of both families"]
+        return ["the scene has no reduce group of both families"]
     params = model.engine.storage.params
     for step in range(2):
         deliver(model, {fqn: gradient(fqn, param.shape, rank, step, 0) for fqn, param in params.items()}, sync=True)
@@ -390,7 +390,7 @@ def asked_of_one_bucket(rank: int) -> Any:
     def chosen(engine: Engine) -> list[int]:
         plan = engine.plan
         # The last bucket that is due holds the param that was registered first.
-        mine = [group for group in plan.launches if _is_matrices(plan, group.buckets[-1])]
+        mine = [group for group in plan.reduce_groups if _is_matrices(plan, group.buckets[-1])]
         return [index for group in mine for index in group.buckets]
 
     return published_early(chosen, "_elementwise", _is_for_others)
@@ -510,7 +510,7 @@ CASES = (
         check=replicas_of_later_chunks,
         mistakes=(
             Mistake(
-                what="one bucket decides which rule publishes its launch group",
+                what="one bucket decides which rule publishes its reduce group",
                 put_in=asked_of_one_bucket,
                 seen_as="replicas differ between ranks",
             ),

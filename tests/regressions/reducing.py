@@ -18,7 +18,7 @@ from layerwise.dtypes import DType
 from layerwise.engine import reducer, reductions
 from layerwise.layout import plan as plan_module
 from layerwise.layout import storage
-from layerwise.layout.launches import LaunchGroup
+from layerwise.layout.reduce_groups import ReduceGroup
 from layerwise.layout.storage import BucketPlan
 from layerwise.memory.replicas import Replica
 from layerwise.parallel import data_parallel
@@ -45,24 +45,24 @@ def unmixed_launches(rank: int, world: int) -> list[str]:
     """Later chunks launch all their buckets together, and such a group held buckets to be reduce-scattered beside
     buckets to be all-reduced.
 
-    Here launch groups are split by each bucket's own plan, and a chunk whose buckets agree is one group.
+    Here reduce groups are split by each bucket's own plan, and a chunk whose buckets agree is one group.
     """
 
     def also(model: DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
         plan = model.plan
         found = []
-        for group in plan.launches:
+        for group in plan.reduce_groups:
             kinds = {(plan.buckets[index].domain, plan.buckets[index].reducer) for index in group.buckets}
             if kinds != {(group.domain, group.reducer)}:
-                found.append(f"launch group {group.buckets} mixes {sorted(kinds)}")
+                found.append(f"reduce group {group.buckets} mixes {sorted(kinds)}")
         later = {bucket.index for buffer in plan.buffers if buffer.key.chunk for bucket in buffer.buckets}
         kinds = {(plan.buckets[index].domain, plan.buckets[index].reducer) for index in later}
-        num_groups = sum(group.buckets[0] in later for group in plan.launches)
+        num_groups = sum(group.buckets[0] in later for group in plan.reduce_groups)
         expected = 4 if plan.options.layout == "compact" else 2  # dense and expert, and of each two families
         if len(kinds) != expected or num_groups != expected:
-            found.append(f"the later chunk has {num_groups} launch groups for {sorted(kinds)}")
-        if sorted(index for group in plan.launches for index in group.buckets) != list(range(len(plan.buckets))):
-            found.append("a bucket is in no launch group, or in two")
+            found.append(f"the later chunk has {num_groups} reduce groups for {sorted(kinds)}")
+        if sorted(index for group in plan.reduce_groups for index in group.buckets) != list(range(len(plan.buckets))):
+            found.append("a bucket is in no reduce group, or in two")
         return found
 
     for layout in ("compact", "flat"):
@@ -72,17 +72,17 @@ def unmixed_launches(rank: int, world: int) -> list[str]:
 
 
 def launched_by_chunk(rank: int) -> Any:
-    def launch_groups(buffers: Any) -> tuple[LaunchGroup, ...]:
+    def reduce_groups(buffers: Any) -> tuple[ReduceGroup, ...]:
         members: dict[tuple[int, int], list[BucketPlan]] = {}
         for buffer in buffers:
             for bucket in buffer.buckets:
                 alone = -1 if buffer.key.chunk else bucket.index
                 members.setdefault((buffer.key.chunk, alone), []).append(bucket)
         together = [sorted(found, key=lambda bucket: bucket.index) for found in members.values()]
-        found = [LaunchGroup(b[0].domain, b[0].reducer, tuple(bucket.index for bucket in b)) for b in together]
+        found = [ReduceGroup(b[0].domain, b[0].reducer, tuple(bucket.index for bucket in b)) for b in together]
         return tuple(sorted(found, key=lambda group: group.buckets[-1]))
 
-    return mock.patch.object(plan_module, "launch_groups", launch_groups)
+    return mock.patch.object(plan_module, "reduce_groups", reduce_groups)
 
 
 def own_collectives(rank: int, world: int) -> list[str]:
@@ -178,7 +178,7 @@ CASES = (
             Mistake(
                 what="later chunks launch reduce-scatters and all-reduces together",
                 put_in=launched_by_chunk,
-                seen_as="launch group .* mixes",
+                seen_as="reduce group .* mixes",
             ),
         ),
     ),

@@ -3,8 +3,8 @@
 Cases come from a seeded generator: odd params (scalars, empty, stacks, row blocks, tied, frozen, several dtypes, chunks)
 in every layout and by every reducer, and worlds from 1 to 65,536. What a plan says is first copied into plain data
 (`Stored`), which eight properties then check: coverage, exactly one owner, no overlap, wholeness, alignment, padding
-bound, no mixed launches, rank independence. All shards that hold anything are looked at, and some that hold nothing. The
-first cases are also planned by a process whose hash seed differs.
+bound, no mixed reduce groups, rank independence. All shards that hold anything are looked at, and some that hold nothing.
+The first cases are also planned by a process whose hash seed differs.
 
 With `sabotage` every case gets one bug planted into that copy, one kind per property in turn. The bad count is then
 what the properties caught, and zero when any property let through a bug that was meant for it.
@@ -109,7 +109,7 @@ class Stored:
     matrices: list[str]
     buckets: list[StoredBucket]
     homes: list[Home]
-    launches: list[list[int]]
+    reduce_groups: list[list[int]]
     owners: list[dict[str, int]] = field(default_factory=list)
     """Who owns each param that is kept whole without padding, by this plan and by that of the same params in another
     order."""
@@ -239,7 +239,7 @@ def stored(plan: Plan, rng: Random) -> Stored:
             for work in plan.works
             for item in work.items
         ],
-        launches=[list(group.buckets) for group in plan.launches],
+        reduce_groups=[list(group.buckets) for group in plan.reduce_groups],
         owners=[owners_in(buckets)],
         digests=[plan.digest],
         tables=exchanges(plan, rng),
@@ -385,9 +385,9 @@ def padding_bound(case: Stored) -> str:
 def one_collective(case: Stored) -> str:
     """Every bucket is launched once, in order, and never together with one that is reduced differently or by others."""
     by_index = {bucket.index: bucket for bucket in case.buckets}
-    if sorted(itertools.chain(*case.launches)) != sorted(by_index):
+    if sorted(itertools.chain(*case.reduce_groups)) != sorted(by_index):
         return "a bucket is launched twice, or never"
-    for group in case.launches:
+    for group in case.reduce_groups:
         if len({(by_index[index].domain, by_index[index].collective) for index in group}) > 1:
             return f"buckets {group} are launched together and reduced differently"
         if group != sorted(group):
@@ -473,18 +473,18 @@ def _pad_a_bucket_twice(case: Stored, rng: Random) -> None:
     bucket.numel += bucket.allowed_padding
 
 
-def _mix_two_launches(case: Stored, rng: Random) -> None:
+def _mix_two_reduce_groups(case: Stored, rng: Random) -> None:
     by_index = {bucket.index: bucket for bucket in case.buckets}
     pairs = [
         (one, other)
-        for one, other in itertools.combinations(case.launches, 2)
+        for one, other in itertools.combinations(case.reduce_groups, 2)
         if (by_index[one[0]].domain, by_index[one[0]].collective)
         != (by_index[other[0]].domain, by_index[other[0]].collective)
     ]
     if not pairs:
         raise NothingToBreak
     one, other = rng.choice(pairs)
-    case.launches.remove(other)
+    case.reduce_groups.remove(other)
     one.extend(other)
     one.sort()
 
@@ -515,7 +515,7 @@ PROPERTIES = (
     Property(wholeness, _cut_a_whole_param),
     Property(alignment, _shift_a_param_by_one),
     Property(padding_bound, _pad_a_bucket_twice),
-    Property(one_collective, _mix_two_launches),
+    Property(one_collective, _mix_two_reduce_groups),
     Property(rank_independence, _let_a_rank_plan_differently),
 )
 

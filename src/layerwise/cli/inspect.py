@@ -37,7 +37,7 @@ from layerwise.config.load import Override
 from layerwise.config.rules import Muon, Rule
 from layerwise.config.schema import TrainConfig, matrix_rule, other_rule
 from layerwise.errors import ConfigError, Problem
-from layerwise.layout.cost import newton_schulz_flops, resolve_method
+from layerwise.layout.cost import NewtonSchulz
 from layerwise.layout.plan import Plan
 from layerwise.routing.files import read_rules
 from layerwise.routing.rules import RouteRule, explain, route_params, suspicion
@@ -252,8 +252,7 @@ def _rules_by_fqn(plan: Plan, config: TrainConfig) -> Mapping[str, Rule]:
 def _flops(rule: Rule | None, rows: int, cols: int) -> int:
     if not isinstance(rule, Muon):  # an element-wise rule may have the matrices too
         return 0
-    is_gram = resolve_method(rule.method, rows, cols) == "gram"
-    return newton_schulz_flops(rows, cols, rule.steps, gram=is_gram)
+    return NewtonSchulz(steps=rule.steps, method=rule.method).flops(rows, cols)
 
 
 def totals_of(rows: Sequence[ParamRow]) -> dict[str, RuleTotal]:

@@ -91,7 +91,7 @@ class GradReducer:
             for replica in storage.replicas
         ]
         self._ties = {replica.plan.index: ties[replica.plan.tie] for replica in storage.replicas if replica.plan.tie}
-        self._launches = storage.plan.launches
+        self._groups = storage.plan.reduce_groups
         self._bucket_of = storage.plan.bucket_of
         self._written: set[str] = set()
         self._seen: set[str] = set()
@@ -195,20 +195,20 @@ class GradReducer:
         """Launch up to the last group whose gradients are all in. What nobody expects goes along with what comes after it,
         and is not launched for its own sake: it may come in this round, and would be late."""
         stop = self._next
-        for number in range(self._next, len(self._launches)):
-            buckets = self._launches[number].buckets
+        for number in range(self._next, len(self._groups)):
+            buckets = self._groups[number].buckets
             if any(self._progress[index].pending > 0 for index in buckets):
                 break
             if any(self._expected.params_by_bucket[index] for index in buckets):
                 stop = number + 1
         while self._next < stop:
-            self._launch_group()
+            self._launch_next()
 
-    def _launch_group(self) -> None:
+    def _launch_next(self) -> None:
         if self._next == 0:
             self._before()
         self._has_launched = True
-        for index in self._launches[self._next].buckets:
+        for index in self._groups[self._next].buckets:
             self._launch(self._storage.replicas[index], self._progress[index])
         self._next += 1
 
@@ -310,8 +310,8 @@ class GradReducer:
         return self._storage.replicas[index].plan
 
     def _launch_rest(self) -> None:
-        while self._next < len(self._launches):
-            self._launch_group()
+        while self._next < len(self._groups):
+            self._launch_next()
 
     def _finish_round(self) -> None:
         self._launch_rest()

@@ -85,7 +85,7 @@ def lower_bound(sizes: Sequence[int], counts: Sequence[int], num_shards: int) ->
 
 
 class Fitter:
-    """The smallest equal shards found for counts of given sizes. It remembers: the chunks of a model repeat."""
+    """The smallest equal shards found for counts of given sizes. It remembers: the portions of a model repeat."""
 
     def __init__(self, sizes: Sequence[int], num_shards: int, divisor: int) -> None:
         self._sizes = sizes

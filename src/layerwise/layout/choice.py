@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
-from layerwise.layout.cost import newton_schulz_flops, resolve_method
 from layerwise.layout.schedule import CommOp, build_schedule, wire_nbytes
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan
-from layerwise.layout.work import WorkPlan
+from layerwise.layout.work import WorkPlan, loads_of
 from layerwise.units import format_nbytes
 
 CANDIDATES: tuple[Layout, ...] = ("flat", "padded", "compact")
@@ -29,7 +28,6 @@ _AS_QUICK = 1.02
 """Times within 2 % are equal: the model is not more exact than that."""
 _AS_LEAN = 1.1
 """A layout that needs over 10 % more memory than the leanest is not chosen, however quick."""
-_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ class Score:
     memory_nbytes: int
     """Params, gradients, masters and momentum."""
     imbalance: float
-    """Newton-Schulz cost of the busiest rank over the mean."""
+    """FLOPs of the busiest rank over the mean."""
     wire_ms: float
     """Time for which a step waits for the wire."""
     ns_ms: float
@@ -143,21 +141,22 @@ def score(layout: Layout, draft: Draft, group: BufferGroup, grad_dtype: DType, h
     reductions = [op for op in schedule.ops if op.phase == "reduce"]
     after = max(sent_by_rank([op for op in schedule.ops if op.phase != "reduce"], work.world))
     exposed = exposed_nbytes([bucket for buffer in buffers for bucket in buffer.buckets], reductions, grad_dtype)
-    loads = newton_schulz_loads(mine)
     return Score(
         layout=layout,
         wire_nbytes=after + max(sent_by_rank(reductions, work.world)),
         exposed_nbytes=exposed,
         memory_nbytes=max(_memory(buffers, grad_dtype, work.world)),
-        imbalance=max(loads) * work.world / max(1, sum(loads)),
+        imbalance=mine.imbalance,
         wire_ms=(after + exposed) / hardware.link_gb_s / 1e6,
-        ns_ms=max(loads) / hardware.ns_tflops / 1e9,
+        ns_ms=max(mine.loads) / hardware.ns_tflops / 1e9,
     )
 
 
 def restricted(work: WorkPlan, shards: Collection[int]) -> WorkPlan:
-    """The work on some shard plans only; its loads are not recomputed."""
-    return replace(work, items=tuple(item for item in work.items if item.shard in shards))
+    """The work on some shard plans only."""
+    items = tuple(item for item in work.items if item.shard in shards)
+    loads = loads_of(((item.matrix, item.homes) for item in items), work.world, work.cost)
+    return replace(work, items=items, loads=tuple(loads))
 
 
 def sent_by_rank(ops: Iterable[CommOp], world: int) -> list[int]:
@@ -199,24 +198,6 @@ def exposed_nbytes(buckets: Sequence[BucketPlan], reductions: Sequence[CommOp], 
         ready += wire_nbytes("reduce_scatter", full, bucket.world)
         wire_free = max(ready, wire_free) + max(map(op.nbytes, range(bucket.world if op.sent else 1)))
     return wire_free - ready
-
-
-def newton_schulz_loads(work: WorkPlan, steps: int = _STEPS, method: str = "auto") -> list[int]:
-    """FLOPs of every rank's matrices."""
-    everywhere, loads = 0, [0] * work.world
-    rows = cols = flops = 0
-    for matrix, _, homes, _ in work.items:
-        if matrix.rows != rows or matrix.cols != cols:  # shapes come in long runs
-            rows, cols = matrix.rows, matrix.cols
-            flops = newton_schulz_flops(rows, cols, steps, gram=resolve_method(method, rows, cols) == "gram")
-        if len(homes) == 1:
-            loads[homes[0]] += flops
-        elif len(homes) == work.world:
-            everywhere += flops
-        else:
-            for home in homes:
-                loads[home] += flops
-    return [load + everywhere for load in loads]
 
 
 def _memory(buffers: Sequence[BufferPlan], grad_dtype: DType, world: int) -> list[int]:

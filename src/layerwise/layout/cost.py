@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 
-def newton_schulz_cost(rows: int, cols: int) -> int:
-    """Relative cost: long * short^2. Every product of the iteration is a multiple of it, so steps and coefficients
-    cancel out."""
-    short, long = min(rows, cols), max(rows, cols)
-    return long * short * short
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewtonSchulz:
+    """How matrices will be orthogonalised, and so what each costs: what homes are balanced by and times come from."""
+
+    steps: int = 5
+    method: str = "auto"
+
+    def flops(self, rows: int, cols: int) -> int:
+        """FLOPs of one matrix in the form that will run.
+
+        >>> NewtonSchulz().flops(4096, 1024) == NewtonSchulz(method="gram").flops(4096, 1024)
+        True
+        """
+        return _flops(rows, cols, self.steps, self.method)
+
+
+DEFAULT_COST = NewtonSchulz()
+"""What is assumed where nobody has said which rule will run."""
+
+
+@cache
+def _flops(rows: int, cols: int, steps: int, method: str) -> int:
+    return newton_schulz_flops(rows, cols, steps, gram=resolve_method(method, rows, cols) == "gram")
 
 
 def resolve_method(method: str, rows: int, cols: int) -> str:

@@ -29,12 +29,12 @@ from layerwise.layout.bins import Fitter
 WIRE_SPEEDS = (1, 2)
 """Elements a wire reduces while backward makes one."""
 
-_MAX_CHUNKS = 200_000
-"""Chunks that one search looks at, some microseconds each. Where there are more, it takes only every so many-th cut."""
+_MAX_PORTIONS = 200_000
+"""Portions that one search looks at, some microseconds each. Where there are more, it takes only every so many-th cut."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Portion:
     """Params [start, stop) in backward order, to become a bucket with shards of that length."""
 
     start: int
@@ -58,12 +58,12 @@ class Cuttable:
     """Every bucket has at least so many elements of params, but the last one and those at a param that is alone."""
 
 
-def exposed_numel(numels: Sequence[int], chunks: Sequence[Chunk], num_shards: int, wire_speed: int) -> int:
+def exposed_numel(numels: Sequence[int], portions: Sequence[Portion], num_shards: int, wire_speed: int) -> int:
     """Elements on the wire that are still to be reduced when backward ends."""
     ready, end = 0, 0
-    for chunk in chunks:
-        ready += wire_speed * sum(numels[chunk.start : chunk.stop])
-        end = max(end, ready) + chunk.shard_numel * num_shards
+    for portion in portions:
+        ready += wire_speed * sum(numels[portion.start : portion.stop])
+        end = max(end, ready) + portion.shard_numel * num_shards
     return end - ready
 
 
@@ -81,8 +81,8 @@ class _Rest(NamedTuple):
     """The index of the cut where it ends."""
 
 
-def best_cuts(params: Cuttable, fitter: Fitter, known: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks with least padding that expose no more than the known ones; where padding is equal, those that expose
+def best_cuts(params: Cuttable, fitter: Fitter, known: Sequence[Portion]) -> list[Portion]:
+    """The portions with least padding that expose no more than the known ones; where padding is equal, those that expose
     least, then those that are most."""
     if len(known) == 1 and known[0].shard_numel < max(params.sizes, default=0) + PARAM_ALIGNMENT:
         # More ranks than a bucket can use: its shards are as long as the largest param, which no cut can change.
@@ -96,12 +96,12 @@ def best_cuts(params: Cuttable, fitter: Fitter, known: Sequence[Chunk]) -> list[
 class _Search:
     """Goes from the last param to the first and knows the best rest from every cut it has passed."""
 
-    def __init__(self, params: Cuttable, fitter: Fitter, known: Sequence[Chunk]) -> None:
+    def __init__(self, params: Cuttable, fitter: Fitter, known: Sequence[Portion]) -> None:
         self._params = params
         self._fitter = fitter
-        self._known = {(chunk.start, chunk.stop): chunk.shard_numel for chunk in known}
+        self._known = {(portion.start, portion.stop): portion.shard_numel for portion in known}
         self._prefix = [0, *accumulate(params.numels)]
-        self._total_limit = params.num_shards * sum(chunk.shard_numel for chunk in known)
+        self._total_limit = params.num_shards * sum(portion.shard_numel for portion in known)
         exposed = [exposed_numel(params.numels, known, params.num_shards, speed) for speed in WIRE_SPEEDS]
         self._largest_bucket = exposed[0]
         self._end_limits = [
@@ -123,12 +123,12 @@ class _Search:
     def _positions(self) -> list[int]:
         """Where cuts are considered: everywhere, or every so many-th place where that would take too long."""
         prefix, num_params = self._prefix, len(self._params.numels)
-        num_chunks, stop = 0, 0
+        num_portions, stop = 0, 0
         for start in range(num_params):
             while stop < num_params and prefix[stop + 1] - prefix[start] <= self._largest_bucket:
                 stop += 1
-            num_chunks += stop - start
-        stride = math.isqrt(max(0, num_chunks - 1) // _MAX_CHUNKS) + 1
+            num_portions += stop - start
+        stride = math.isqrt(max(0, num_portions - 1) // _MAX_PORTIONS) + 1
         lonely = [start for start, alone in enumerate(self._params.alone) if alone]
         always = {num_params, *(start for start, _ in self._known), *lonely, *(start + 1 for start in lonely)}
         return sorted(always.union(range(0, num_params, stride)))
@@ -181,15 +181,15 @@ class _Search:
         total = after.total_numel + shard_numel * self._params.num_shards
         return _Rest(total, max(after.last_end, self._prefix[last] + total), after.fewest - 1, shard_numel, stop)
 
-    def found(self) -> list[Chunk]:
-        """The chunks of the best rest from the first cut on: of everything."""
-        chunks, start = [], 0
+    def found(self) -> list[Portion]:
+        """The portions of the best rest from the first cut on: of everything."""
+        portions, start = [], 0
         while start < len(self.cuts) - 1:
             rest = self._rests[start]
             if rest is None:
                 raise RuntimeError(
                     f"no buckets were found from param {self.cuts[start]} on: the known ones should be among them."
                 )
-            chunks.append(Chunk(self.cuts[start], self.cuts[rest.stop], rest.shard_numel))
+            portions.append(Portion(self.cuts[start], self.cuts[rest.stop], rest.shard_numel))
             start = rest.stop
-        return chunks
+        return portions

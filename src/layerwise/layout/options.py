@@ -11,6 +11,7 @@ from layerwise.config.layouts import LAYOUTS, Layout
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
 from layerwise.layout.choice import Hardware
+from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
 from layerwise.layout.slots import STAGINGS, Staging
 from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, ParamSync, Reducer
 from layerwise.layout.work import DEFAULT_COHORT_NUMEL
@@ -53,6 +54,8 @@ class Options:
     """Whose memory a step works in."""
     staging: Staging = "slots"
     """Where the exchange has its staging memory."""
+    cost: NewtonSchulz = DEFAULT_COST
+    """What homes are balanced by: how matrices will be orthogonalised."""
     hardware: Hardware = DEFAULT_HARDWARE
     """What layouts are compared by."""
 

@@ -9,25 +9,26 @@ fullest shard has and the others do not is padding: it takes memory on every ran
 1. padding, over all cuts into buckets (`layout/cuts.py`) and several packings of each (`layout/bins.py`). The bucket size
    is a soft minimum, and overlap is not traded away: buckets may be fewer than in `reference` only where less is left to
    reduce when backward ends;
-2. the Newton-Schulz cost of the busiest rank, with loads that persist over buckets;
+2. the Newton-Schulz FLOPs of the busiest rank (`layout/cost.py`), with loads that persist over buckets;
 3. what is left to reduce when backward ends, then buckets: the more, the better.
 
 It is never worse than `reference` in 1, nor in 2 where 1 is equal. `reference` and `reference-numel` are the packings of
-Megatron-LM today and before mid-2026, for comparison.
+Megatron-LM today and before mid-2026, for comparison, and keep what those balance by: `megatron_cost`, and elements.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from layerwise.config.layouts import Packing
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.bins import Fitter, first_fit
-from layerwise.layout.cuts import Chunk, Cuttable, best_cuts
+from layerwise.layout.cuts import Cuttable, Portion, best_cuts
 from layerwise.routing.geometry import ceil_to
 
 
@@ -38,10 +39,18 @@ class PackItem:
     fqn: str
     numel: int
     cost: int
-    """Newton-Schulz cost of all its matrices together."""
+    """FLOPs of Newton-Schulz of all its matrices together: what `best` balances."""
+    megatron_cost: int
+    """What `reference` balances."""
     alone: bool = False
     """Tied across pipeline stages: in a bucket of its own and in shard 0, so that it lies in the same place on all of
     them."""
+
+
+def megatron_cost(rows: int, cols: int) -> int:
+    """What Megatron-LM takes a matrix to cost: long * short^2, whichever form will run."""
+    short, long = min(rows, cols), max(rows, cols)
+    return long * short * short
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ def pack(
 ) -> tuple[PackedBucket, ...]:
     """Buckets and places of params given in backward order.
 
-    >>> (bucket,) = pack([PackItem("b", 64, 9), PackItem("a", 128, 9)], num_shards=2, bucket_numel=1, packing="best")
+    >>> (bucket,) = pack([PackItem("b", 64, 9, 9), PackItem("a", 128, 9, 9)], num_shards=2, bucket_numel=1, packing="best")
     >>> bucket.shard_numel, [(place.fqn, place.shard, place.offset) for place in bucket.places]
     (128, [('a', 0, 0), ('b', 1, 0)])
     """
@@ -113,24 +122,29 @@ def _bucket(shards: _Shards) -> PackedBucket:
     return PackedBucket(_shard_numel(shards), tuple(places))
 
 
-def _costs(shards: _Shards) -> list[int]:
-    return [sum(item.cost for item in members) for members in shards]
+_Cost = Callable[[PackItem], int]
+_OURS: _Cost = attrgetter("cost")
+_MEGATRONS: _Cost = attrgetter("megatron_cost")
+
+
+def _costs(shards: _Shards, cost: _Cost) -> list[int]:
+    return [sum(map(cost, members)) for members in shards]
 
 
 def _plus(loads: Iterable[int], costs: Iterable[int]) -> list[int]:
     return [load + cost for load, cost in zip(loads, costs, strict=True)]
 
 
-def _loads(drafts: Iterable[_Shards], num_shards: int) -> list[int]:
+def _loads(drafts: Iterable[_Shards], num_shards: int, cost: _Cost) -> list[int]:
     """Newton-Schulz cost of every rank, over all buckets."""
     loads = [0] * num_shards
     for shards in drafts:
-        loads = _plus(loads, _costs(shards))
+        loads = _plus(loads, _costs(shards, cost))
     return loads
 
 
-def _by_cost(item: PackItem) -> tuple[int, str]:
-    return -item.cost, item.fqn
+def _dearest_first(items: Iterable[PackItem], cost: _Cost) -> list[PackItem]:
+    return sorted(items, key=lambda item: (-cost(item), item.fqn))
 
 
 def _by_numel(item: PackItem) -> tuple[int, str]:
@@ -140,7 +154,8 @@ def _by_numel(item: PackItem) -> tuple[int, str]:
 class _Filling:
     """The shards of one bucket while they fill up. Loads are those of ranks and include earlier buckets."""
 
-    def __init__(self, loads: Sequence[int]) -> None:
+    def __init__(self, loads: Sequence[int], cost: _Cost) -> None:
+        self._cost = cost
         self.shards: _Shards = [[] for _ in loads]
         self._loads = list(loads)
         self._ends = [0] * len(loads)
@@ -152,7 +167,7 @@ class _Filling:
         """Add a param to a shard."""
         end = ceil_to(self._ends[shard], PARAM_ALIGNMENT) + item.numel
         self._ends[shard] = end
-        self._loads[shard] += item.cost
+        self._loads[shard] += self._cost(item)
         self.shards[shard].append(item)
         heapq.heappush(self._by_end, (end, shard))
         start = ceil_to(end, PARAM_ALIGNMENT)
@@ -181,37 +196,37 @@ class _Filling:
         return ceil_to(self._ends[shard], PARAM_ALIGNMENT) == start and self._loads[shard] == load
 
 
-def _reference_chunks(
+def _reference_portions(
     items: Iterable[PackItem], num_shards: int, bucket_numel: int, *, fill_up: bool
 ) -> Iterator[list[PackItem]]:
     """A bucket is full when it has its size and 0.9 of what shards as long as its largest param hold. With `fill_up` it
     goes on for as long as the next param seems to fit into padding, by a rough packing in backward order."""
     divisor = shard_divisor(num_shards)
-    chunk: list[PackItem] = []
+    portion: list[PackItem] = []
     numel, largest, rough_ends, last_end = 0, 0, [0] * num_shards, 0
     for item in items:
         is_full = numel >= max(bucket_numel, 9 * num_shards * largest // 10)
         start = ceil_to(rough_ends[0], PARAM_ALIGNMENT)
         fits = fill_up and start + item.numel <= ceil_to(last_end, divisor)
-        if chunk and (item.alone or chunk[0].alone or (is_full and not fits)):
-            yield chunk
-            chunk = []
+        if portion and (item.alone or portion[0].alone or (is_full and not fits)):
+            yield portion
+            portion = []
             numel, largest, rough_ends, last_end, start = 0, 0, [0] * num_shards, 0, 0
-        chunk.append(item)
+        portion.append(item)
         numel += item.numel
         largest = max(largest, item.numel)
         heapq.heapreplace(rough_ends, start + item.numel)
         last_end = max(last_end, start + item.numel)
-    if chunk:
-        yield chunk
+    if portion:
+        yield portion
 
 
 def _reference_numel(items: Sequence[PackItem], num_shards: int, bucket_numel: int) -> list[_Shards]:
     """The largest first, each to the emptiest shard."""
     drafts = []
-    for chunk in _reference_chunks(items, num_shards, bucket_numel, fill_up=False):
-        filling = _Filling([0] * num_shards)
-        for item in sorted(chunk, key=_by_numel):
+    for portion in _reference_portions(items, num_shards, bucket_numel, fill_up=False):
+        filling = _Filling([0] * num_shards, _MEGATRONS)
+        for item in sorted(portion, key=_by_numel):
             filling.put(item, filling.emptiest())
         drafts.append(filling.shards)
     return drafts
@@ -222,44 +237,64 @@ def _reference(items: Sequence[PackItem], num_shards: int, bucket_numel: int) ->
     the mean; then to the emptiest."""
     loads = [0] * num_shards
     drafts = []
-    for chunk in _reference_chunks(items, num_shards, bucket_numel, fill_up=True):
-        if chunk[0].alone:
-            drafts.append(_in_first_shard(chunk, num_shards))
+    for portion in _reference_portions(items, num_shards, bucket_numel, fill_up=True):
+        if portion[0].alone:
+            drafts.append(_in_first_shard(portion, num_shards))
         else:
-            filling = _Filling(loads)
-            cap = 13 * sum(item.numel for item in chunk) // (10 * num_shards)
-            for item in sorted(chunk, key=_by_cost):
+            filling = _Filling(loads, _MEGATRONS)
+            cap = 13 * sum(item.numel for item in portion) // (10 * num_shards)
+            for item in _dearest_first(portion, _MEGATRONS):
                 shard = filling.least_loaded(item.numel, cap)
                 filling.put(item, filling.emptiest() if shard is None else shard)
             drafts.append(filling.shards)
-        loads = _plus(loads, _costs(drafts[-1]))
+        loads = _plus(loads, _costs(drafts[-1], _MEGATRONS))
     return drafts
 
 
-def _in_first_shard(chunk: Iterable[PackItem], num_shards: int) -> _Shards:
-    return [list(chunk), *([] for _ in range(num_shards - 1))]
+def _in_first_shard(portion: Iterable[PackItem], num_shards: int) -> _Shards:
+    return [list(portion), *([] for _ in range(num_shards - 1))]
 
 
 def _best(items: Sequence[PackItem], num_shards: int, bucket_numel: int) -> list[_Shards]:
     """The least padding over all cuts, then the best balance within it; the reference where that is as good in the
-    first and better in the second."""
+    first and better in the second.
+
+    Shards may come out shorter than the search found, by luck with how they are balanced. So that padding does not depend
+    on what matrices cost, lengths are settled with the reference's cost, and ours balances within them.
+    """
     reference = _reference(items, num_shards, bucket_numel)
-    known = list(_chunks_of(reference))
-    known_by_range = {(chunk.start, chunk.stop): shards for chunk, shards in zip(known, reference, strict=True)}
+    cuts = _search_cuts(items, num_shards, bucket_numel, list(_portions_of(reference)))
+    shortest = min(
+        _draft(items, cuts, reference, _MEGATRONS),
+        reference,
+        key=lambda found: (_total(found), max(_loads(found, num_shards, _MEGATRONS))),
+    )
+    balanced = _draft(items, list(_portions_of(shortest)), shortest, _OURS)
+    return min(balanced, shortest, reference, key=lambda found: (_total(found), max(_loads(found, num_shards, _OURS))))
+
+
+def _draft(items: Sequence[PackItem], cuts: Iterable[Portion], known: list[_Shards], cost: _Cost) -> list[_Shards]:
+    """Buckets with these cuts and shards no longer than those, balanced; what is known of a portion is one way to do it."""
+    known_by_range = {
+        (portion.start, portion.stop): shards for portion, shards in zip(_portions_of(known), known, strict=True)
+    }
+    num_shards = len(known[0]) if known else 0
     drafts, loads = [], [0] * num_shards
-    for chunk in _search_cuts(items, num_shards, bucket_numel, known):
-        members = items[chunk.start : chunk.stop]
+    for portion in cuts:
+        members = items[portion.start : portion.stop]
         if members[0].alone:
             drafts.append(_in_first_shard(members, num_shards))
         else:
-            as_known = known_by_range.get((chunk.start, chunk.stop))
-            drafts.append(_balanced(members, chunk.shard_numel, loads, as_known))
-        loads = _plus(loads, _costs(drafts[-1]))
-    _deal_again(drafts, loads)
-    return min(drafts, reference, key=lambda found: (_total(found), max(_loads(found, num_shards))))
+            as_known = known_by_range.get((portion.start, portion.stop))
+            drafts.append(_balanced(members, portion.shard_numel, loads, as_known, cost))
+        loads = _plus(loads, _costs(drafts[-1], cost))
+    _deal_again(drafts, loads, cost)
+    return drafts
 
 
-def _search_cuts(items: Sequence[PackItem], num_shards: int, bucket_numel: int, known: Sequence[Chunk]) -> list[Chunk]:
+def _search_cuts(
+    items: Sequence[PackItem], num_shards: int, bucket_numel: int, known: Sequence[Portion]
+) -> list[Portion]:
     sizes = sorted({_aligned(item) for item in items if item.numel}, reverse=True)
     kind_of = {size: kind for kind, size in enumerate(sizes)}
     params = Cuttable(
@@ -273,11 +308,11 @@ def _search_cuts(items: Sequence[PackItem], num_shards: int, bucket_numel: int, 
     return best_cuts(params, Fitter(sizes, num_shards, shard_divisor(num_shards)), known)
 
 
-def _chunks_of(drafts: Iterable[_Shards]) -> Iterator[Chunk]:
+def _portions_of(drafts: Iterable[_Shards]) -> Iterator[Portion]:
     start = 0
     for shards in drafts:
         stop = start + sum(map(len, shards))
-        yield Chunk(start, stop, _shard_numel(shards))
+        yield Portion(start, stop, _shard_numel(shards))
         start = stop
 
 
@@ -285,25 +320,29 @@ def _total(drafts: Iterable[_Shards]) -> int:
     return sum(_shard_numel(shards) for shards in drafts)
 
 
-def _balanced(members: Sequence[PackItem], shard_numel: int, loads: Sequence[int], known: _Shards | None) -> _Shards:
+def _balanced(
+    members: Sequence[PackItem], shard_numel: int, loads: Sequence[int], known: _Shards | None, cost: _Cost
+) -> _Shards:
     """The best balance among packings into shards of that length. One of the last three fits: it is how the length was
     found."""
-    by_load = _least_loaded_first(members, shard_numel, loads)
+    by_load = _least_loaded_first(members, shard_numel, loads, cost)
     by_size = (_first_fit(members, shard_numel, len(loads)), _emptiest_first(members, len(loads)), known)
     fitting = [shards for shards in by_size if shards is not None and _shard_numel(shards) <= shard_numel]
-    candidates = [*([by_load] if by_load else []), *(_dealt(shards, loads) for shards in fitting)]
+    candidates = [*([by_load] if by_load else []), *(_dealt(shards, loads, cost) for shards in fitting)]
 
     def balance(shards: _Shards) -> tuple[int, int]:
-        after = _plus(loads, _costs(shards))
+        after = _plus(loads, _costs(shards, cost))
         return max(after), sum(load * load for load in after)
 
     return min(candidates, key=balance)
 
 
-def _least_loaded_first(members: Sequence[PackItem], shard_numel: int, loads: Sequence[int]) -> _Shards | None:
+def _least_loaded_first(
+    members: Sequence[PackItem], shard_numel: int, loads: Sequence[int], cost: _Cost
+) -> _Shards | None:
     """The dearest first, each to the rank with least to do that has room for it; None where one has no room left."""
-    filling = _Filling(loads)
-    for item in sorted(members, key=_by_cost):
+    filling = _Filling(loads, cost)
+    for item in _dearest_first(members, cost):
         shard = filling.least_loaded(item.numel, shard_numel)
         if shard is None:
             return None
@@ -342,9 +381,9 @@ def _emptiest_first(members: Sequence[PackItem], num_shards: int) -> _Shards:
     return shards
 
 
-def _dealt(shards: _Shards, loads: Sequence[int]) -> _Shards:
+def _dealt(shards: _Shards, loads: Sequence[int], cost: _Cost) -> _Shards:
     """The same shards, the dearest for the rank with least to do: no other dealing has a smaller maximum."""
-    costs = _costs(shards)
+    costs = _costs(shards, cost)
     dearest = sorted(range(len(shards)), key=lambda shard: (-costs[shard], shard))
     idlest = sorted(range(len(loads)), key=lambda shard: (loads[shard], shard))
     dealt: _Shards = [[] for _ in shards]
@@ -353,10 +392,10 @@ def _dealt(shards: _Shards, loads: Sequence[int]) -> _Shards:
     return dealt
 
 
-def _deal_again(drafts: list[_Shards], loads: list[int]) -> None:
+def _deal_again(drafts: list[_Shards], loads: list[int], cost: _Cost) -> None:
     """Early buckets were dealt before later ones were known. Deal each once more."""
     for index, shards in enumerate(drafts):
         if not any(item.alone for item in shards[0]):
-            others = [load - cost for load, cost in zip(loads, _costs(shards), strict=True)]
-            drafts[index] = _dealt(shards, others)
-            loads = _plus(others, _costs(drafts[index]))
+            others = [load - mine for load, mine in zip(loads, _costs(shards, cost), strict=True)]
+            drafts[index] = _dealt(shards, others, cost)
+            loads = _plus(others, _costs(drafts[index], cost))

@@ -7,18 +7,19 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
 from layerwise.layout.boxes import whole_params
-from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts
-from layerwise.layout.launches import LaunchGroup, launch_groups
+from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts, spread
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
+from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, idle_runs
 from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, plan_storage
-from layerwise.layout.work import WorkPlan, plan_work
+from layerwise.layout.work import WorkPlan, imbalance_of, plan_work
 from layerwise.routing.rules import Route, route_params
 from layerwise.routing.spec import ParamTable
 from layerwise.units import format_count, format_nbytes
@@ -70,14 +71,27 @@ class Plan:
         return any(bucket.shards.is_split for bucket in self.buckets)
 
     @cached_property
-    def launches(self) -> tuple[LaunchGroup, ...]:
+    def reduce_groups(self) -> tuple[ReduceGroup, ...]:
         """Which buckets are reduced together, in order."""
-        return launch_groups(self.buffers)
+        return reduce_groups(self.buffers)
 
     @cached_property
     def bucket_of(self) -> Mapping[str, int]:
         """The bucket of every trainable param."""
         return {placement.fqn: bucket.index for bucket in self.buckets for placement in bucket.placements}
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """FLOPs of Newton-Schulz of every rank of the dense domain, over all domains."""
+        loads = [0] * self.world
+        for work in self.works:
+            loads = list(map(add, loads, spread(work.loads, self.world)))
+        return tuple(loads)
+
+    @property
+    def imbalance(self) -> float:
+        """FLOPs of the busiest rank over the mean; 1.0 is perfect."""
+        return imbalance_of(self.loads)
 
     def domain_of(self, fqn: str) -> str:
         """The domain of a trainable param."""
@@ -206,6 +220,8 @@ class Plan:
                 f"cohort{'s' if work.num_cohorts != 1 else ''}, imbalance {work.imbalance:.2f}"
                 + (f", {idle} of {work.world} ranks have no matrix" if idle else "")
             )
+        if len(self.works) > 1:
+            lines.append(f"  work of all domains: imbalance {self.imbalance:.2f}")
         return "\n".join(lines)
 
 
@@ -266,12 +282,22 @@ def compare_plans(
                 bucket_numel=options.bucket_numel,
                 reducer=options.reducer,
                 param_sync=options.param_sync,
+                cost=options.cost,
             )
         shards = [*own, *(bucket for buffer in buffers for bucket in buffer.buckets)]
         works = tuple(
             work
             for domain, size in sorted(world_by_domain.items())
-            if (work := plan_work(shards, routes, domain=domain, world=size, cohort_numel=options.cohort_numel)).items
+            if (
+                work := plan_work(
+                    shards,
+                    routes,
+                    domain=domain,
+                    world=size,
+                    cohort_numel=options.cohort_numel,
+                    cost=options.cost,
+                )
+            ).items
         )
         made = Draft(buffers, works, own)
         if isinstance(layout, str):

@@ -25,10 +25,10 @@ from typing import Literal, NamedTuple
 from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout, LayoutFacts, Packing, WorkPolicy
 from layerwise.dtypes import DType
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
-from layerwise.layout.cost import newton_schulz_cost
+from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
 from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.ownership import owners_of
-from layerwise.layout.packing import PackItem, pack
+from layerwise.layout.packing import PackItem, megatron_cost, pack
 from layerwise.layout.shards import Held, Ranks
 from layerwise.layout.spans import Span
 from layerwise.routing.defaults import Family
@@ -272,13 +272,19 @@ def _copy_all(params: Sequence[ParamSpec], bucket_numel: int, world: int) -> lis
 
 
 def _cut_packed(
-    params: Sequence[ParamSpec], bucket_numel: int, world: int, routes: Mapping[str, Route], packing: Packing
+    params: Sequence[ParamSpec],
+    bucket_numel: int,
+    world: int,
+    routes: Mapping[str, Route],
+    packing: Packing,
+    cost: NewtonSchulz,
 ) -> list[_Cut]:
     items = [
         PackItem(
             fqn=param.fqn,
             numel=param.numel,
-            cost=sum(newton_schulz_cost(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices),
+            cost=sum(cost.flops(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices),
+            megatron_cost=sum(megatron_cost(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices),
             alone=bool(param.tie),
         )
         for param in params
@@ -343,6 +349,7 @@ def plan_storage(
     bucket_numel: int | None,
     reducer: Reducer = "collective",
     param_sync: ParamSync = "gather",
+    cost: NewtonSchulz = DEFAULT_COST,
 ) -> tuple[BufferPlan, ...]:
     """Buffers and buckets of all trainable params. `layout` is for all buffers of matrices, or one for each buffer."""
     members = members_of(table, routes)
@@ -369,7 +376,7 @@ def plan_storage(
             case "by owner":
                 cuts[key] = _cut_by_owner(params, size, world, owner_of)
             case "packed":
-                cuts[key] = _cut_packed(params, size, world, routes, key.facts.packing)
+                cuts[key] = _cut_packed(params, size, world, routes, key.facts.packing, cost)
     return _number_buckets(cuts, table, reducer, param_sync)
 
 

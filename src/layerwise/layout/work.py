@@ -15,11 +15,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, count, repeat
+from itertools import accumulate, chain, count, repeat
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from layerwise.layout.cost import newton_schulz_cost
+from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
 from layerwise.layout.shards import Held, Ranks, ShardPlan, param_whole_on, whole_on
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route
@@ -52,14 +52,42 @@ class WorkPlan:
     world: int
     items: tuple[WorkItem, ...]
     num_cohorts: int
+    cost: NewtonSchulz
+    """What a matrix costs."""
     loads: tuple[int, ...]
-    """Newton-Schulz cost per rank."""
+    """FLOPs per rank, of all matrices that it is home to."""
 
     @property
     def imbalance(self) -> float:
-        """Cost of the busiest rank over the mean; 1.0 is perfect."""
-        total = sum(self.loads)
-        return max(self.loads) * self.world / total if total else 1.0
+        """FLOPs of the busiest rank over the mean; 1.0 is perfect."""
+        return imbalance_of(self.loads)
+
+
+def imbalance_of(loads: Sequence[int]) -> float:
+    """The largest load over the mean; 1.0 where nobody has any."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def loads_of(homes: Iterable[tuple[Matrix, Ranks | None]], world: int, cost: NewtonSchulz) -> list[int]:
+    """FLOPs of every rank: of each matrix, on all its homes. One without homes counts nowhere."""
+    loads = [0] * world
+    everywhere = 0
+    rows = cols = flops = 0
+    for matrix, ranks in homes:
+        if ranks is None:
+            continue
+        if matrix.rows != rows or matrix.cols != cols:  # shapes come in long runs
+            rows, cols = matrix.rows, matrix.cols
+            flops = cost.flops(rows, cols)
+        if len(ranks) == 1:
+            loads[ranks[0]] += flops
+        elif len(ranks) == world:
+            everywhere += flops
+        else:
+            for rank in ranks:
+                loads[rank] += flops
+    return [load + everywhere for load in loads]
 
 
 _LOOKED_AT = 4
@@ -89,22 +117,22 @@ class _Candidate(NamedTuple):
 
 
 def _longest_first(
-    by_shape: Mapping[Shape, Sequence[_Candidate]], before: Sequence[int]
+    by_shape: Mapping[Shape, Sequence[_Candidate]], before: Sequence[int], cost: NewtonSchulz
 ) -> tuple[dict[int, int], list[int]]:
     """Homes by LPT on top of the loads that ranks have before, and the load of every rank."""
     loads = [(load, rank) for rank, load in enumerate(before)]
     heapq.heapify(loads)
     dearest = sorted(
-        (-cost, candidate.key)
+        (-flops, candidate.key)
         for shape, equals in by_shape.items()
-        for cost in (newton_schulz_cost(*shape),)
+        for flops in (cost.flops(*shape),)
         for candidate in equals
     )
     home_by_key = {}
-    for negative_cost, key in dearest:
+    for negative_flops, key in dearest:
         load, rank = loads[0]
         home_by_key[key] = rank
-        heapq.heapreplace(loads, (load - negative_cost, rank))
+        heapq.heapreplace(loads, (load - negative_flops, rank))
     by_rank = [0] * len(before)
     for load, rank in loads:
         by_rank[rank] = load
@@ -204,23 +232,6 @@ def _one_rank(rank: int) -> Ranks:
     return range(rank, rank + 1)
 
 
-def _given_loads(stacks: Iterable[_Stack], given: Iterable[Sequence[Ranks | None]], world: int) -> list[int]:
-    """What each rank has to do because of the shard plans' policies."""
-    loads = [0] * world
-    everywhere = 0
-    for stack, homes_of in zip(stacks, given, strict=True):
-        for matrix, homes in zip(stack.matrices, homes_of, strict=True):
-            if homes is None:
-                continue
-            cost = newton_schulz_cost(matrix.rows, matrix.cols)
-            if len(homes) == world:
-                everywhere += cost
-            else:
-                for home in homes:
-                    loads[home] += cost
-    return [load + everywhere for load in loads]
-
-
 def _cohorts(
     stacks: Iterable[_Stack], homes: Iterable[Sequence[Ranks | None]], world: int, cohort_numel: int
 ) -> list[int]:
@@ -278,6 +289,7 @@ def plan_work(
     domain: str,
     world: int,
     cohort_numel: int = DEFAULT_COHORT_NUMEL,
+    cost: NewtonSchulz = DEFAULT_COST,
 ) -> WorkPlan:
     """Homes and cohorts of every matrix of a domain."""
     stacks = _stacks([plan for plan in plans if plan.domain == domain], routes)
@@ -287,8 +299,8 @@ def plan_work(
         for key, matrix, homes in zip(count(stack.first_key), stack.matrices, homes_of, strict=False):
             if homes is None:
                 by_shape[matrix.rows, matrix.cols].append(_Candidate(key, matrix, stack))
-    before = _given_loads(stacks, given, world)
-    home_by_key, loads = _longest_first(by_shape, before)
+    before = loads_of(chain.from_iterable(map(zip, (stack.matrices for stack in stacks), given)), world, cost)
+    home_by_key, loads = _longest_first(by_shape, before, cost)
     held_by_shape = [
         {key: stack.plan.holders(matrix) for key, matrix, stack in sorted(equals, key=itemgetter(0))}
         for equals in by_shape.values()
@@ -312,5 +324,6 @@ def plan_work(
         world=world,
         items=tuple(items),
         num_cohorts=max(cohorts, default=-1) + 1,
+        cost=cost,
         loads=tuple(load for _, load in sorted(zip(place, loads, strict=True))),
     )

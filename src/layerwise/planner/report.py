@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from layerwise.config.layouts import facts_of
 from layerwise.dtypes import DType
@@ -90,12 +90,13 @@ class Setting:
     worlds: Mapping[str, int] = field(default_factory=dict)
     """Ranks of domains that are smaller than the dense one."""
     options: Options = DEFAULT_OPTIONS
-    """All but the layout, which is each of those that are compared."""
+    """All but the layout, which is each of those that are compared, and the cost, which the rules say."""
     rules: Rules = _DEFAULT_RULES
 
     def plans(self, table: ParamTable, layouts: Sequence[str]) -> dict[str, Plan]:
         """The plans of these layouts."""
-        return compare_plans(table, layouts, self.options, world=self.world, worlds=self.worlds)
+        options = replace(self.options, cost=self.rules.cost)
+        return compare_plans(table, layouts, options, world=self.world, worlds=self.worlds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

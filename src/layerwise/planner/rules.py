@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from layerwise.config.rules import AdamW, Muon, Rule
 from layerwise.dtypes import DType
+from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.stats import stats_sizes
@@ -27,6 +28,15 @@ class Rules:
     def of(self, family: str) -> Rule:
         """The rule of a family's params."""
         return self.matrix if family == "matrix" else self.other
+
+    @property
+    def cost(self) -> NewtonSchulz:
+        """What a matrix costs under these rules. Where none orthogonalises, homes are those of the default."""
+        return (
+            NewtonSchulz(steps=self.matrix.steps, method=self.matrix.method)
+            if isinstance(self.matrix, Muon)
+            else DEFAULT_COST
+        )
 
 
 def wire_dtypes_for(plan: Plan, rules: Rules) -> dict[tuple[str, int], DType]:

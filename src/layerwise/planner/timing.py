@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import add
 
 from layerwise.config.rules import Muon
-from layerwise.layout.choice import exposed_nbytes, newton_schulz_loads, sent_by_rank, spread
+from layerwise.layout.choice import exposed_nbytes, sent_by_rank
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule, Kind, Phase
 from layerwise.planner.rules import Rules
@@ -46,16 +46,14 @@ class Work:
 
 
 def work_of(plan: Plan, rules: Rules) -> Work:
-    """What orthogonalising takes. Options of single route rules (`steps`, `method`) are not looked at."""
-    loads = [0] * plan.world
-    if isinstance(rules.matrix, Muon):
-        for work in plan.works:
-            found = newton_schulz_loads(work, rules.matrix.steps, rules.matrix.method)
-            loads = list(map(add, loads, spread(found, plan.world)))
+    """What orthogonalising takes, by the cost that homes are balanced by. Options of single route rules (`steps`, `method`)
+    are not looked at."""
+    if not isinstance(rules.matrix, Muon) or not any(plan.loads):
+        return Work(ms=0.0, imbalance=1.0, idle_ranks=0)
     return Work(
-        ms=max(loads) / plan.options.hardware.ns_tflops / 1e9,
-        imbalance=max(loads) * plan.world / sum(loads) if any(loads) else 1.0,
-        idle_ranks=loads.count(0) if any(loads) else 0,
+        ms=max(plan.loads) / plan.options.hardware.ns_tflops / 1e9,
+        imbalance=plan.imbalance,
+        idle_ranks=plan.loads.count(0),
     )
 
 

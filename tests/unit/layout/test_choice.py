@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.dtypes import DType
-from layerwise.layout.choice import CANDIDATES, Draft, Hardware, Score, newton_schulz_loads, pick, score
+from layerwise.layout.choice import CANDIDATES, Draft, Hardware, Score, pick, score
 from layerwise.layout.cost import newton_schulz_flops, resolve_method
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, compare_plans, make_plan
@@ -190,7 +190,7 @@ def test_matrices_that_every_rank_computes_count_on_every_rank() -> None:
     (work,) = make_plan(table_of([("a", (8, 8)), ("b", (8, 8))]), Options(layout="replicated"), world=3).works
     assert [list(item.homes) for item in work.items] == [[0, 1, 2]] * 2
     one = newton_schulz_flops(8, 8, 5, gram=False)
-    assert newton_schulz_loads(work) == [2 * one] * 3
+    assert work.loads == (2 * one,) * 3
 
 
 def test_a_rank_with_fast_links_and_slow_products_chooses_by_balance() -> None:

@@ -1,21 +1,28 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.layout.cost import newton_schulz_cost, newton_schulz_flops
+from layerwise.layout.cost import NewtonSchulz, newton_schulz_flops, resolve_method
 from tests.strategies import MANY
 
 sides = st.integers(1, 30_000)
 
 
-def test_cost_is_the_long_side_times_the_short_side_squared() -> None:
-    assert newton_schulz_cost(4096, 1024) == 4096 * 1024 * 1024
-    assert newton_schulz_cost(3, 3) == 27
+@MANY
+@given(sides, sides, st.integers(1, 9), st.sampled_from(["auto", "standard", "gram"]))
+def test_a_matrix_costs_the_flops_of_the_form_that_will_run(rows: int, cols: int, steps: int, method: str) -> None:
+    gram = resolve_method(method, rows, cols) == "gram"
+    expected = newton_schulz_flops(rows, cols, steps, gram=gram)
+    assert NewtonSchulz(steps=steps, method=method).flops(rows, cols) == expected
+
+
+def test_cost_by_hand() -> None:
+    assert NewtonSchulz(steps=3).flops(10, 10) == 3 * 3 * 2 * 10**3
+    assert NewtonSchulz().flops(30, 10) == 2 * (2 * 2 * 10 * 10 * 30) + 14 * 2 * 10**3
 
 
 @MANY
 @given(sides, sides, st.integers(1, 9), st.booleans())
 def test_a_matrix_and_its_transpose_cost_the_same(rows: int, cols: int, steps: int, gram: bool) -> None:
-    assert newton_schulz_cost(rows, cols) == newton_schulz_cost(cols, rows)
     assert newton_schulz_flops(rows, cols, steps, gram=gram) == newton_schulz_flops(cols, rows, steps, gram=gram)
 
 

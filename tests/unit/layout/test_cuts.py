@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.layout.bins import Fitter
-from layerwise.layout.cuts import Chunk, Cuttable, best_cuts, exposed_numel
+from layerwise.layout.cuts import Cuttable, Portion, best_cuts, exposed_numel
 from tests.strategies import LIGHT, MANY
 
 
@@ -34,41 +34,41 @@ class Counting(Fitter):
 class Case(NamedTuple):
     params: Cuttable
     fitter: Counting
-    known: list[Chunk]
+    known: list[Portion]
 
     def counts(self, start: int, stop: int) -> list[int]:
         kinds = self.params.kinds[start:stop]
         return [kinds.count(kind) for kind in range(len(self.params.sizes))]
 
-    def chunk(self, start: int, stop: int) -> Chunk:
-        return Chunk(start, stop, self.fitter.shard(self.counts(start, stop)))
+    def portion(self, start: int, stop: int) -> Portion:
+        return Portion(start, stop, self.fitter.shard(self.counts(start, stop)))
 
-    def meets_the_rules(self, chunks: Sequence[Chunk]) -> bool:
+    def meets_the_rules(self, portions: Sequence[Portion]) -> bool:
         """Every param that must be alone is, and buckets that need not end early have their size."""
         params = self.params
-        for chunk in chunks:
-            alone = params.alone[chunk.start : chunk.stop]
+        for portion in portions:
+            alone = params.alone[portion.start : portion.stop]
             if any(alone):
                 if len(alone) > 1:
                     return False
                 continue
-            last = chunk.stop == len(params.numels) or params.alone[chunk.stop]
-            if not last and sum(params.numels[chunk.start : chunk.stop]) < params.bucket_numel:
+            last = portion.stop == len(params.numels) or params.alone[portion.stop]
+            if not last and sum(params.numels[portion.start : portion.stop]) < params.bucket_numel:
                 return False
         return True
 
-    def all_cuts(self) -> list[list[Chunk]]:
+    def all_cuts(self) -> list[list[Portion]]:
         inner = range(1, len(self.params.numels))
         found = []
         for number in range(len(self.params.numels)):
             for cuts in itertools.combinations(inner, number):
                 borders = [0, *cuts, len(self.params.numels)]
-                found.append([self.chunk(*pair) for pair in itertools.pairwise(borders)])
-        return [chunks for chunks in found if self.meets_the_rules(chunks)]
+                found.append([self.portion(*pair) for pair in itertools.pairwise(borders)])
+        return [portions for portions in found if self.meets_the_rules(portions)]
 
 
-def total(chunks: Sequence[Chunk]) -> int:
-    return sum(chunk.shard_numel for chunk in chunks)
+def total(portions: Sequence[Portion]) -> int:
+    return sum(portion.shard_numel for portion in portions)
 
 
 @st.composite
@@ -89,13 +89,13 @@ def cases(draw: st.DrawFn) -> Case:
     return case._replace(known=rng.choice(case.all_cuts()))
 
 
-def exposed(case: Case, chunks: Sequence[Chunk], speed: int) -> int:
+def exposed(case: Case, portions: Sequence[Portion], speed: int) -> int:
     """At the end of backward: what of each bucket, or of those after it, has had no time yet. The worst bucket counts."""
     numels, num_shards = case.params.numels, case.params.num_shards
     everything = speed * sum(numels)
     return max(
-        speed * sum(numels[: chunk.stop]) + num_shards * total(chunks[number:]) - everything
-        for number, chunk in enumerate(chunks)
+        speed * sum(numels[: portion.stop]) + num_shards * total(portions[number:]) - everything
+        for number, portion in enumerate(portions)
     )
 
 
@@ -111,15 +111,15 @@ def test_what_is_exposed_is_what_the_worst_bucket_leaves(case: Case) -> None:
 @given(cases())
 def test_no_cuts_that_expose_as_little_pad_less(case: Case) -> None:
     allowed = [
-        chunks
-        for chunks in case.all_cuts()
-        if all(exposed(case, chunks, speed) <= exposed(case, case.known, speed) for speed in (1, 2))
+        portions
+        for portions in case.all_cuts()
+        if all(exposed(case, portions, speed) <= exposed(case, case.known, speed) for speed in (1, 2))
     ]
     found = best_cuts(case.params, case.fitter, case.known)
     assert found in allowed
-    least = min(total(chunks) for chunks in allowed)
+    least = min(total(portions) for portions in allowed)
     assert total(found) == least
-    equals = [(exposed(case, chunks, 1), -len(chunks)) for chunks in allowed if total(chunks) == least]
+    equals = [(exposed(case, portions, 1), -len(portions)) for portions in allowed if total(portions) == least]
     assert (exposed(case, found, 1), -len(found)) == min(equals)
 
 
@@ -127,6 +127,7 @@ def test_no_cuts_that_expose_as_little_pad_less(case: Case) -> None:
 @given(cases())
 def test_a_known_packing_is_not_lost_where_the_fitter_finds_none_as_good(case: Case) -> None:
     known = [
-        Chunk(chunk.start, chunk.stop, case.fitter.bound(case.counts(chunk.start, chunk.stop))) for chunk in case.known
+        Portion(portion.start, portion.stop, case.fitter.bound(case.counts(portion.start, portion.stop)))
+        for portion in case.known
     ]
     assert total(best_cuts(case.params, case.fitter, known)) <= total(known)

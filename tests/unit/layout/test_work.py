@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layerwise.layout import work as work_module
-from layerwise.layout.cost import newton_schulz_cost
+from layerwise.layout.cost import NewtonSchulz
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.shards import ShardPlan
@@ -19,7 +19,7 @@ from tests.strategies import LIGHT, MANY, Worked, plans, worked
 
 
 def cost_of(work: WorkPlan) -> list[int]:
-    return [newton_schulz_cost(item.matrix.rows, item.matrix.cols) for item in work.items]
+    return [work.cost.flops(item.matrix.rows, item.matrix.cols) for item in work.items]
 
 
 def home_of(item: WorkItem) -> int:
@@ -266,3 +266,36 @@ def test_one_matrix_keeps_one_rank_busy_and_the_imbalance_says_so(world: int) ->
     lonely = make_plan(table_of([("w", (8, 8))]), Options(layout="flat"), world=world).works[0]
     assert sum(1 for load in lonely.loads if load) == 1
     assert lonely.imbalance == world
+
+
+@pytest.mark.parametrize(("steps", "method"), [(5, "auto"), (5, "standard"), (5, "gram"), (3, "auto"), (9, "auto")])
+def test_homes_are_balanced_by_the_form_and_steps_that_will_run(steps: int, method: str) -> None:
+    """On two ranks with two shapes LPT finds the best split; loads are FLOPs of that rule."""
+    cost = NewtonSchulz(steps=steps, method=method)
+    shapes = [(64, 64), (32, 192), (32, 192), (48, 48)]
+    table = table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)])
+    work = make_plan(table, Options(layout="flat", cost=cost), world=2).works[0]
+    assert work.cost == cost
+    assert sum(work.loads) == sum(cost.flops(*shape) for shape in shapes)
+    assert max(work.loads) <= Fraction(7, 6) * best_makespan([cost.flops(*shape) for shape in shapes], 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "apart"), [("auto", ["b", "acd"]), ("gram", ["b", "acd"]), ("standard", ["ac", "bd"])]
+)
+def test_which_matrices_share_a_home_follows_from_the_form_that_will_run(method: str, apart: list[str]) -> None:
+    """a and b take 60 and 101 in units of 64^3 FLOPs, 90 and 101 in the standard form; c and d take 30 each, 36 in the Gram
+    form. By long * short^2 a would be the dearest."""
+    table = table_of([("a", (64, 256)), ("b", (96, 96)), ("c", (64, 64)), ("d", (64, 64))])
+    work = make_plan(table, Options(layout="flat", cost=NewtonSchulz(method=method)), world=2).works[0]
+    shape_of = {param.fqn: param.shape for param in table}
+    found = [sorted(shape_of[item.matrix.fqn] for item in work.items if home_of(item) == rank) for rank in range(2)]
+    assert sorted(found) == sorted(sorted(shape_of[fqn] for fqn in fqns) for fqns in apart)
+
+
+def test_what_some_ranks_repeat_counts_on_each_of_them() -> None:
+    table = table_of([("a", (8, 8)), ("b", (8, 8)), ("c", (4, 8))])
+    matrices = [route.matrices[0] for _, route in sorted(route_params(table).items())]
+    one, other = NewtonSchulz().flops(8, 8), NewtonSchulz().flops(4, 8)
+    homes = [(matrices[0], range(3)), (matrices[1], range(1, 3)), (matrices[2], range(1)), (matrices[2], None)]
+    assert work_module.loads_of(homes, 3, NewtonSchulz()) == [one + other, 2 * one, 2 * one]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.layouts import figures
 from layerwise.config.layouts import LAYOUTS
-from layerwise.config.rules import AdamW
+from layerwise.config.rules import AdamW, Muon
 from layerwise.layout.choice import Hardware, sent_by_rank
+from layerwise.layout.cost import NewtonSchulz
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.planner.presets import preset
+from layerwise.planner.report import Setting, compare
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import numbers_of, traffic_of, work_of
 from layerwise.routing.spec import table_of
@@ -46,6 +49,23 @@ def test_everybody_does_everything_where_nothing_is_sharded() -> None:
 def test_an_elementwise_rule_orthogonalises_nothing() -> None:
     work = work_of(make_plan(preset("gpt2"), world=8), Rules(matrix=AdamW(lr=0.0)))
     assert (work.ms, work.imbalance, work.idle_ranks) == (0.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("rule", [Muon(lr=0.0), Muon(lr=0.0, steps=3), Muon(lr=0.0, method="standard")])
+@pytest.mark.parametrize(("model", "experts"), [("gpt2", 1), ("qwen3-30b-a3b", 8)])
+def test_the_plan_its_description_the_benchmark_and_the_comparison_have_one_imbalance(
+    model: str, experts: int, rule: Muon
+) -> None:
+    table = preset(model, expert_parallel=experts)
+    setting = Setting(world=64, rules=Rules(matrix=rule))
+    compared = compare(table, setting, ["flat", "padded", "compact"])
+    for column, layout in zip(compared.columns, ("flat", "padded", "compact"), strict=False):
+        options = Options(layout=layout, cost=NewtonSchulz(steps=rule.steps, method=rule.method))
+        plan = make_plan(table, options, world=64)
+        assert column.work.imbalance == plan.imbalance
+        assert figures(plan)["imbalance"] == round(plan.imbalance, 4)
+        last = plan.describe().splitlines()[-1]
+        assert f"imbalance {plan.imbalance:.2f}" in last
 
 
 def test_bytes_by_hand() -> None:

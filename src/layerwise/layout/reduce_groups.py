@@ -1,4 +1,4 @@
-"""Launch groups: which buckets are reduced together, once the gradients of all of them are in.
+"""Reduce groups: which buckets are reduced together, once the gradients of all of them are in.
 
 The first module of a rank launches bucket by bucket, so that reduction starts early. Later chunks of an interleaved
 pipeline launch once: their backward is over in one go, and many small launches would only get in each other's way.
@@ -13,7 +13,7 @@ from layerwise.layout.storage import BucketPlan, BufferPlan, ReduceKind
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchGroup:
+class ReduceGroup:
     """Buckets that are reduced together: of one domain, by one kind of collective."""
 
     domain: str
@@ -21,7 +21,7 @@ class LaunchGroup:
     buckets: tuple[int, ...]
 
 
-def launch_groups(buffers: Iterable[BufferPlan]) -> tuple[LaunchGroup, ...]:
+def reduce_groups(buffers: Iterable[BufferPlan]) -> tuple[ReduceGroup, ...]:
     """All buckets in groups, in the order in which every rank launches them.
 
     The split is by each bucket's own plan: no group mixes collectives, and a chunk whose buckets agree is one group.
@@ -34,7 +34,7 @@ def launch_groups(buffers: Iterable[BufferPlan]) -> tuple[LaunchGroup, ...]:
         alone = bucket.index if chunk == 0 else -1
         members.setdefault((chunk, bucket.domain, bucket.reducer, alone), []).append(bucket)
     groups = [
-        LaunchGroup(domain, reducer, tuple(bucket.index for bucket in found))
+        ReduceGroup(domain, reducer, tuple(bucket.index for bucket in found))
         for (_, domain, reducer, _), found in members.items()
     ]
     # A group is ready with its last bucket.

@@ -193,7 +193,7 @@ class StatsPass:
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
-        self._updates = UpdateParts(self._pairs, stay=bool(storage.replicas))
+        self._updates = UpdateParts(((shard, span.part) for shard, span in self._pairs), stay=bool(storage.replicas))
         self._everywhere = torch.tensor([self._stage_sizes[stage] for stage, _ in self._entries], dtype=torch.float64)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 

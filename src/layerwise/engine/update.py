@@ -24,7 +24,7 @@ from layerwise.memory.shards import Shard
 
 
 class _Run(NamedTuple):
-    """A stretch of one shard whose params are all in one group, padding between them included."""
+    """A stretch of one shard whose params are all in one group (of params, or of norms), padding between them included."""
 
     shard: Shard
     group: int
@@ -77,12 +77,16 @@ class Update:
             {name: [run.of(run.shard.state[name]) for run in members] for name in group.rule.state_names}
             for group, members in zip(groups, self._runs, strict=True)
         ]
-        spans_by_norm_group: dict[str, list[tuple[Shard, Span]]] = {}
-        for shard in self._shards:
-            for span in shard.spans:
-                spans_by_norm_group.setdefault(norm_group_of[span.fqn], []).append((shard, span))
+        names = sorted(set(norm_group_of.values()))
+        number_of = {fqn: names.index(name) for fqn, name in norm_group_of.items()}
+        clipped = [run for shard in self._shards for run in _runs_of(shard, number_of)]
         self._updates_by_norm_group = {
-            name: UpdateParts(spans, stay=bool(engine.storage.replicas)) for name, spans in spans_by_norm_group.items()
+            name: UpdateParts(
+                ((run.shard, slice(run.start, run.stop)) for run in clipped if run.group == number),
+                stay=bool(engine.storage.replicas),
+            )
+            for number, name in enumerate(names)
+            if any(run.group == number for run in clipped)
         }
         shard_by_index = {shard.plan.index: shard for shard in self._shards}
         self._cohorts = [

@@ -530,6 +530,16 @@ def held(storage: Storage) -> list[Tensor]:
     return tensors
 
 
+def hash_by_param(optimizer: layerwise.Optimizer) -> str:
+    """One hash of weights, state and counters by param, wherever they lie: of a plain module and of a wrapped one alike."""
+    optimizer._engine.publisher.ensure_all()
+    tensors: list[Tensor] = []
+    for _, param in sorted(optimizer._engine.storage.params.items()):
+        tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
+    extra = {name: value for name, value in optimizer.state_dict()["layerwise"].items() if name != "plan"}
+    return hashlib.sha256((hash_tensors(tensors) + json.dumps(extra, sort_keys=True)).encode()).hexdigest()
+
+
 def hash_everything(optimizer: layerwise.Optimizer) -> str:
     """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them. Not of
     how it was asked for: runs with another reducer can be compared."""

@@ -46,7 +46,7 @@ class Communicator:
         self.sent_nbytes: Counter[str] = Counter() if sent_nbytes is None else sent_nbytes
         # The group lives for as long as this is held.
         self._made = made
-        self._group_name = group.group_name if group is not None else ""
+        self._group_name = getattr(group, "group_name", "")  # one that this rank is not in has none
 
     def reduce_scatter(self, op: CommOp, full: Tensor, out: Tensor) -> Handle:
         """Sum `full` over ranks; this rank's shard of the sum lands in `out`."""

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerwise
+from tests.marks import sampled
 from tests.ranks import raised, run_ranks
 from tests.reference.oracle import Hyper
 from tests.worlds import Net, net_loss, rules
@@ -74,7 +75,9 @@ def build_and_drop(rank: int, world: int, kind: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("kind", ["all", "sync", "few ahead", "process_group", "mesh", "stages"])
+@pytest.mark.parametrize(
+    "kind", sampled(["all", "sync", "few ahead", "process_group", "mesh", "stages"], "all", "process_group")
+)
 def test_a_model_in_a_loop_has_the_groups_of_two(kind: str) -> None:
     for counts in run_ranks(2, build_and_drop, kind):
         own = counts[0] - 1

@@ -21,6 +21,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.engine.arrivals import REMEMBERED
 from layerwise.layout.storage import GRAD_SLOTS
 from layerwise.planner.report import column_of
+from tests.marks import sampled
 from tests.ranks import raised, run_ranks
 
 
@@ -125,7 +126,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", sampled([1, 2], 2))
 def test_all_buckets_are_launched_in_backward_once_one_was_seen(world: int) -> None:
     ways = [*WAYS, *MORE]
     for results in run_ranks(world, launches, ways):
@@ -170,8 +171,8 @@ def walk(rank: int, world: int, actions: list[list[str]], layout: str) -> list[s
 NOTHING = "nothing was raised"
 
 
-@pytest.mark.parametrize("layout", ["flat", "compact"])
-@pytest.mark.parametrize("forget", ["zero", "forget"])
+@pytest.mark.parametrize("layout", sampled(["flat", "compact"], "flat"))
+@pytest.mark.parametrize("forget", sampled(["zero", "forget"], "zero"))
 def test_a_rank_that_drops_a_backward_alone_is_named_on_all(layout: str, forget: str) -> None:
     again = ["backward", forget, "backward", "step"]
     one, other = run_ranks(2, walk, [again, ["backward", "step"]], layout, pg_timeout_s=10.0)
@@ -243,7 +244,7 @@ def leased(rank: int, world: int, way: Way) -> tuple[int, int, int]:
     return usual, usual + column.at_most_nbytes - column.memory.total, found
 
 
-@pytest.mark.parametrize("reducer", ["collective", "ordered"])
+@pytest.mark.parametrize("reducer", sampled(["collective", "ordered"], "collective"))
 def test_no_more_full_gradients_are_leased_than_the_plan_has_at_most(reducer: str) -> None:
     for usual, at_most, found in run_ranks(2, leased, Way("flat", reducer, shard_grads=True)):
         assert usual < at_most

@@ -220,7 +220,8 @@ class Update:
                 self._take_home(cohorts[number_ - 1], returning.pop(number_ - 1), options)
             with scope(f"return of {cohort.label}"):
                 returning[number_] = cohort.send_back(directions)
-            self._subtract(cohort.staying, cohort.kept(directions), self._staying_factors[cohort], options)
+            with scope(f"update masters at home of {cohort.label}"):
+                self._subtract(cohort.staying, cohort.kept(directions), self._staying_factors[cohort], options)
             del directions
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
@@ -234,7 +235,9 @@ class Update:
 
     def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[LiveOptions]) -> None:
         """What comes back is taken off the masters from where it arrived."""
-        self._subtract(cohort.returning, cohort.returned(passage), self._returning_factors[cohort], options)
+        returned = cohort.returned(passage)
+        with scope(f"update masters of {cohort.label}"):
+            self._subtract(cohort.returning, returned, self._returning_factors[cohort], options)
         passage.release()
 
     @staticmethod
@@ -242,8 +245,7 @@ class Update:
         regions: Sequence[OwnedRegion], directions: list[Tensor], factors: Factors, options: Sequence[LiveOptions]
     ) -> None:
         """Take directions off the masters this rank owns, each region with the factor of its matrix."""
-        with scope("update masters"):
-            subtract_scaled_([region.master for region in regions], directions, factors.under(options))
+        subtract_scaled_([region.master for region in regions], directions, factors.under(options))
 
     def products(self, options: Sequence[LiveOptions]) -> dict[str, str]:
         """Which kernels multiply, and why, for every `ns_dtype` of the matrix rules."""

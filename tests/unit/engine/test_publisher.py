@@ -28,7 +28,7 @@ class Work:
         self.arrived = threading.Event()
         self.is_waited_for = threading.Event()
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         self.is_waited_for.set()
         if self.error is not None:
             raise self.error

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,9 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # one way to time the host, in another benchmark
+
+from benchmarks.optimizer_step import host_ms
 from layerwise.kernels.elementwise import adamw_, copy_all_, lion_, momentum_, subtract_scaled_
 from layerwise.kernels.stats import count_zeros, square_sums
 
@@ -30,6 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "elementwise.json"
 SHAPES = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 24
 VECTORS = [(1024,)] * 200
 Tensors = list[Tensor]
+REPEATS = 15
 
 
 def tensors(shapes: list[tuple[int, ...]]) -> Tensors:
@@ -39,19 +41,6 @@ def tensors(shapes: list[tuple[int, ...]]) -> Tensors:
 def device_ms(call: Callable[[], object]) -> float:
     call()
     return float(do_bench(call, warmup=20, rep=100, return_mode="median"))
-
-
-def host_ms(call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """How long the host takes to launch it all."""
-    times = []
-    for _ in range(15):
-        before()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e3)
-    torch.cuda.synchronize()
-    return statistics.median(times)
 
 
 def copy_tb_s() -> float:
@@ -157,9 +146,9 @@ def measure() -> dict[str, dict[str, Any]]:
             "torch_ms": round(device_ms(theirs), 3) if theirs else None,
             "floor_ms": round(floor, 3),
             "ours_over_floor": round(time_ms / floor, 2),
-            "host_ms": round(host_ms(ours), 3),
-            "host_with_new_gradients_ms": round(host_ms(ours, grads.renew), 3),
-            "torch_host_ms": round(host_ms(theirs), 3) if theirs else None,
+            "host_ms": round(host_ms(ours, repeats=REPEATS), 3),
+            "host_with_new_gradients_ms": round(host_ms(ours, grads.renew, REPEATS), 3),
+            "torch_host_ms": round(host_ms(theirs, repeats=REPEATS), 3) if theirs else None,
         }
     return found
 

@@ -58,10 +58,10 @@ def median_ms(step: Callable[[], object], prepare: Callable[[], object]) -> floa
     return statistics.median(times)
 
 
-def host_ms(step: Callable[[], object], prepare: Callable[[], object]) -> float:
+def host_ms(step: Callable[[], object], prepare: Callable[[], object] = lambda: None, repeats: int = 7) -> float:
     """How long the host is busy with a step, the waiting for what it reads back included."""
     times = []
-    for _ in range(7):
+    for _ in range(repeats):
         prepare()
         torch.cuda.synchronize()
         begin = time.perf_counter()

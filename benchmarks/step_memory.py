@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 import layerwise
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # what is measured is built in another benchmark
+
 from benchmarks.optimizer_step import AS_TORCH_DOES, build
 from layerwise.planner.memory import worst_memory
 from layerwise.planner.rules import Rules

@@ -214,7 +214,7 @@ class Engine:
             )
             for fqn, param in self.storage.params.items():
                 hook(fqn, param, self.gradients)
-        self._stepper: Callable[[], Steps | None] = lambda: None
+        self._optimizer: Callable[[], Steps | None] = lambda: None
         self.is_released = False
         self._undo: list[Callable[[], object]] = []
         # A wrapper that nobody has any more leaves no hook behind. What its params hold stays: gathers that are under way
@@ -231,11 +231,11 @@ class Engine:
     @property
     def optimizer(self) -> Steps | None:
         """Who steps this engine, if anybody does."""
-        return self._stepper()
+        return self._optimizer()
 
     def attach(self, optimizer: Steps) -> None:
         """This one steps the engine from now on, for as long as somebody else holds it."""
-        self._stepper = weakref.ref(optimizer)
+        self._optimizer = weakref.ref(optimizer)
 
     def when_released(self, undo: Callable[[], object]) -> None:
         """Call this when the module is to be as it was before. It must not hold the engine."""

@@ -20,6 +20,7 @@ from layerwise.layout.schedule import CommOp, CommSchedule
 from layerwise.layout.slots import Slot, passage_nbytes
 from layerwise.layout.spans import Region
 from layerwise.layout.work import WorkPlan
+from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard, region_of
 from layerwise.memory.slots import Lease, Slots
 from layerwise.models.table import torch_dtype
@@ -52,28 +53,6 @@ class OwnedRegion(NamedTuple):
     region: Region
     matrix: Matrix
     master: Tensor  # view of the shard's master
-
-
-class _Updates:
-    """Where regions lie in their shards' updates. Where those stay the same tensors, so do the views."""
-
-    def __init__(self, owned: Iterable[OwnedRegion]) -> None:
-        self._owned = list(owned)
-        self._shards = list({id(one.shard): one.shard for one in self._owned}.values())
-        self._bound: list[Tensor] = []
-        self._views: list[Tensor] = []
-
-    def views(self) -> list[Tensor]:
-        now = [shard.update for shard in self._shards]
-        if len(now) != len(self._bound) or any(one is not other for one, other in zip(now, self._bound, strict=True)):
-            self._bound = now
-            self._views = [region_of(one.shard.update, one.region) for one in self._owned]
-        return self._views
-
-    def unbind(self) -> None:
-        """Let go of updates that are not there any more."""
-        if any(shard.update is not bound for shard, bound in zip(self._shards, self._bound, strict=False)):
-            self._bound, self._views = [], []
 
 
 class _HomeRegion(NamedTuple):
@@ -113,7 +92,10 @@ class Cohort:
         number: int,
         group_of: Mapping[str, int],
         wire_dtype: DType,
+        *,
+        stay: bool,
     ) -> None:
+        """`stay`: updates are the same memory in every step, as `UpdateParts` has it."""
         label = f"{work.domain} cohort {number}"
         self._communicator = communicator
         self.label = label
@@ -133,7 +115,10 @@ class Cohort:
         }
         table = self._table
         self.staying, self.returning = self._owned(table.stays), self._owned(table.back.receives)
-        self._staying, self._leaving = _Updates(self.staying), _Updates(self._owned(table.there.sends))
+        self._staying, self._leaving = (
+            UpdateParts(((one.shard, one.region) for one in owned), region_of, stay=stay)
+            for owned in (self.staying, self._owned(table.there.sends))
+        )
         # Homes get fresh tensors in every step: of those, only where in them things lie.
         self._kept = self._home_regions(table.stays)
         self._arriving = self._home_regions(table.there.receives)
@@ -161,7 +146,7 @@ class Cohort:
 
     def send(self) -> Passage:
         """Start this cohort's pieces on their way to their homes."""
-        return self._move(self._there, self._leaving.views(), self._table.there)
+        return self._move(self._there, self._leaving.now(), self._table.there)
 
     def unpack(self, passage: Passage) -> list[Tensor]:
         """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
@@ -170,7 +155,7 @@ class Cohort:
             torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
             for batch in self.batches
         ]
-        copy_all_(_in_batches(self._kept, tensors), self._staying.views())
+        copy_all_(_in_batches(self._kept, tensors), self._staying.now())
         _scatter(received, _in_batches(self._arriving, tensors))
         passage.release()
         return tensors
@@ -198,11 +183,6 @@ class Cohort:
         copy_all_(_laid_out(lease.send, leaving), leaving)
         handle = self._communicator.all_to_all(op, lease.send, lease.receive, leg.send_splits, leg.receive_splits)
         return Passage(handle, lease)
-
-    def unbind(self) -> None:
-        """The step is over: let go of gradients that were not ours to keep."""
-        self._staying.unbind()
-        self._leaving.unbind()
 
     def _owned(self, parcels: Iterable[Parcel]) -> list[OwnedRegion]:
         found: list[OwnedRegion] = []

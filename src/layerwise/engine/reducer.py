@@ -288,7 +288,7 @@ class GradReducer:
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
         """Reduce what is left, wait for everything; returns the params that got no gradient on this rank. After it each
-        bucket's work tensor holds the sum over ranks, in fp32."""
+        shard's update holds the sum over ranks, in fp32."""
         if not self._is_finished:
             self._is_last_round = True
             self._finish_round()

@@ -193,7 +193,7 @@ class StatsPass:
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
-        self._updates = UpdateParts(((shard, span.part) for shard, span in self._pairs), stay=bool(storage.replicas))
+        self._updates = UpdateParts(((shard, span.part) for shard, span in self._pairs), stay=storage.keeps_updates)
         self._everywhere = torch.tensor([self._stage_sizes[stage] for stage, _ in self._entries], dtype=torch.float64)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
@@ -218,7 +218,7 @@ class StatsPass:
         parts.problems.fill_(float(mine.has_problem))
         parts.scaled[self._stage] = float(mine.is_scaled)
         parts.unscaled[self._stage] = float(mine.is_unscaled)
-        parts.words.copy_(self._hashes(mine))
+        parts.words.copy_(self._hashes(mine.settings, mine.tie_settings))
         parts.squared_words.copy_(parts.words.square())
         parts.late.copy_(self._flags(mine.late))
         parts.missing.copy_(self._flags(mine.missing))
@@ -238,9 +238,7 @@ class StatsPass:
         """Send these settings and nothing else, where other ranks may be sending all of theirs; whether all are the same."""
         vector = torch.zeros(self.numel, dtype=torch.float64)
         parts = self._parts(vector)
-        words = torch.zeros(len(self._senders), HASH_WORDS, dtype=torch.float64)
-        words[self._stage] = torch.tensor(_words(settings), dtype=torch.float64)
-        parts.words.copy_(words.flatten())
+        parts.words.copy_(self._hashes(settings, {}))
         parts.squared_words.copy_(parts.words.square())
         vector = vector.to(self._device)
         self._communicator.all_reduce(self.op, vector).wait()
@@ -253,12 +251,12 @@ class StatsPass:
         own = [divisors.common / divisors.by_shard[shard.plan.index] for shard, _ in self._pairs]
         return torch.tensor(own, dtype=torch.float64, device=self._device).square()
 
-    def _hashes(self, mine: Seen) -> Tensor:
+    def _hashes(self, settings: str, tie_settings: Mapping[str, str]) -> Tensor:
         """Words of this rank's settings, at its stage's place and at those of its ties."""
         words = torch.zeros(len(self._senders), HASH_WORDS, dtype=torch.float64)
-        words[self._stage] = torch.tensor(_words(mine.settings), dtype=torch.float64)
-        for tie, settings in mine.tie_settings.items():
-            words[self._tie_position[tie]] = torch.tensor(_words(settings), dtype=torch.float64)
+        words[self._stage] = torch.tensor(_words(settings), dtype=torch.float64)
+        for tie, text in tie_settings.items():
+            words[self._tie_position[tie]] = torch.tensor(_words(text), dtype=torch.float64)
         return words.flatten()
 
     def _flags(self, fqns: Collection[str]) -> Tensor:

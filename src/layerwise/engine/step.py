@@ -199,7 +199,6 @@ class Stepper:
         """Gradients, and whatever was noted of them, are not wanted any more."""
         self._engine.gradients.forget()
         self._engine.traffic.close()
-        self.update.unbind()
         if self._clipper is not None:
             self._clipper.reset()
 

@@ -83,7 +83,7 @@ class Update:
         self._updates_by_norm_group = {
             name: UpdateParts(
                 ((run.shard, slice(run.start, run.stop)) for run in clipped if run.group == number),
-                stay=bool(engine.storage.replicas),
+                stay=engine.storage.keeps_updates,
             )
             for number, name in enumerate(names)
             if any(run.group == number for run in clipped)
@@ -99,6 +99,7 @@ class Update:
                     cohort,
                     self._group_of,
                     wire_dtypes[work.domain, cohort],
+                    stay=engine.storage.keeps_updates,
                 )
                 for cohort in range(work.num_cohorts)
             ]
@@ -170,12 +171,6 @@ class Update:
             for cohorts in self._cohorts:
                 self._walk(cohorts, options, meanwhile)
         meanwhile()
-
-    def unbind(self) -> None:
-        """The step is over, and gradients may be gone."""
-        for cohorts in self._cohorts:
-            for cohort in cohorts:
-                cohort.unbind()
 
     def _elementwise(self, index: int, live: LiveOptions, step: int) -> None:
         """Decay and the part of the rule that needs no whole matrix."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import getitem
+from typing import Any
 
 from torch import Tensor
 
@@ -10,17 +12,20 @@ from layerwise.memory.shards import Shard
 
 
 class UpdateParts:
-    """Stretches of updates, in order."""
+    """Views of updates, in order: stretches of them, or whatever else `cut` makes of an update and a place."""
 
-    def __init__(self, places: Iterable[tuple[Shard, slice]], *, stay: bool) -> None:
+    def __init__(
+        self, places: Iterable[tuple[Shard, Any]], cut: Callable[[Tensor, Any], Tensor] = getitem, *, stay: bool
+    ) -> None:
         """`stay`: the updates are memory of ours, and the same in every step. A param's own gradient is another tensor in
         every step, and must not be held beyond it."""
         self._places = list(places)
-        self._kept = self._cut() if stay else None
+        self._cut = cut
+        self._kept = self._views() if stay else None
 
-    def _cut(self) -> list[Tensor]:
-        return [shard.update[part] for shard, part in self._places]
+    def _views(self) -> list[Tensor]:
+        return [self._cut(shard.update, place) for shard, place in self._places]
 
     def now(self) -> list[Tensor]:
         """Those of this step."""
-        return self._cut() if self._kept is None else self._kept
+        return self._views() if self._kept is None else self._kept

@@ -91,6 +91,11 @@ class Storage:
         self._fqns = tuple(self.params)
         self._places = Places(tuple(self.params.values()))
 
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether updates are memory of ours, the same in every step, and not gradients that come and go."""
+        return bool(self.replicas)
+
     def _replicas(self) -> tuple[Replica, ...]:
         found: dict[int, Replica] = {}
         for buffer in self.plan.buffers:

@@ -257,7 +257,10 @@ def problems(scene: Scene, by_rank: Sequence[Seen]) -> list[str]:
 def _logical(shape: tuple[int, ...], blocks: Blocks) -> list[Shape]:
     if blocks is None:
         return [(shape[1], shape[2])] * shape[0]
-    return [(stop - start, shape[1]) for start, stop in blocks]
+    return [
+        (block.shape[0], block.shape[1]) if isinstance(block, Tensor) else (block[1] - block[0], shape[1])
+        for block in blocks
+    ]
 
 
 def _is_whole(mesh: Mesh, model: Model, fqn: str, shape: tuple[int, ...], rank: int) -> bool:
@@ -268,10 +271,11 @@ def _is_whole(mesh: Mesh, model: Model, fqn: str, shape: tuple[int, ...], rank: 
 
 
 def _oracles_matrices(scene: Scene, matrices: dict[str, Blocks]) -> dict[str, Blocks]:
-    """As they are; or fused weights in one piece, for a scene that must fail."""
-    if scene.sabotage != "unsplit":
-        return matrices
-    return {fqn: blocks and [(blocks[0][0], blocks[-1][1])] for fqn, blocks in matrices.items()}
+    """As they are; or the first fused weight in one piece, for a scene that must fail."""
+    if scene.sabotage == "unsplit":
+        fqn = "blocks.0.qkv.weight"
+        return {**matrices, fqn: [(0, scene.build().get_parameter(fqn).shape[0])]}
+    return matrices
 
 
 @contextmanager
@@ -300,9 +304,8 @@ def _spoil_state(
 ) -> None:
     """Move one element of a momentum of one replica, or orthogonalise something that nobody asked for."""
     if scene.sabotage == "replica" and step == STEPS - 1 and rank == 0:
-        momentum = next(
-            local(state["momentum"]) for state in map(optimizer.state.get, params.values()) if "momentum" in state
-        )  # type: ignore[operator,index]
+        states = [optimizer.state[param] for param in params.values()]
+        momentum = next(local(state["momentum"]) for state in states if "momentum" in state)
         momentum.view(-1)[:1].add_(1.0)
     if scene.sabotage == "twice" and step == STEPS - 1 and rank == 0:
         algorithms.orthogonalize(torch.ones(1, 8, 8), schedule=[(1.0, 0.0, 0.0)])

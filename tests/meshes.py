@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,8 +26,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-Blocks = list[tuple[int, int]] | None
-"""Row ranges of the matrices of a param; None for a stack of them. As the oracle takes it."""
+from tests.distributed.test_splits import FUSIONS, Fused
+
+Blocks = list[tuple[int, int]] | list[Tensor] | None
+"""What the matrices of a param are, as the oracle takes it: row ranges, or where each element lies; None for a stack."""
 
 
 class Model(nn.Module):
@@ -178,6 +180,24 @@ class Mixture(Model):
         return {"embed": "columns", "blocks.0.query": "rows"}
 
 
+class Fusions(Model):
+    """Every way in which weights are fused, stacked and stored. None of it lines up with shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Fused(name, torch.empty(fusion.shape)) for name, fusion in FUSIONS.items())
+
+    def matrices(self) -> dict[str, Blocks]:
+        found: dict[str, Blocks] = {}
+        for number, fusion in enumerate(FUSIONS.values()):
+            places = torch.arange(math.prod(fusion.shape)).view(fusion.shape)
+            found[f"blocks.{number}.weight"] = [part.contiguous() for part in fusion.take_apart(places)]
+        return found
+
+    def styles(self) -> dict[str, str]:
+        return {f"blocks.{number}": ("rows", "columns")[number % 2] for number in range(len(FUSIONS))}
+
+
 class Few(Model):
     """One matrix, for however many ranks, and a norm."""
 
@@ -242,6 +262,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "grouped": Grouped,
     "fours": Fours,
     "mixture": Mixture,
+    "fusions": Fusions,
     "tied": Tied,
     "few": Few,
     "odd": Odd,
@@ -249,21 +270,16 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-class Stacked(ParallelStyle):
-    """Expert parallelism: every rank has some of the experts."""
+class Placed(ParallelStyle):
+    """What has no style of torch's: cut along a dim, or copied. Experts are cut along their first."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, param in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(param, device_mesh, [Shard(0)])))
-        return module
-
-
-class Copied(ParallelStyle):
-    """Every rank has all of it."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, param in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(param, device_mesh, [Replicate()])))
+            module.register_parameter(name, nn.Parameter(distribute_tensor(param, device_mesh, [self.placement])))
         return module
 
 
@@ -301,7 +317,7 @@ class Mesh:
         if held:
             self._cut_experts(held)
         if "shard" in sizes:
-            shared = {
+            shared: dict[str, Any] = {
                 "mesh": mesh["replicate", "shard"] if "replicate" in sizes else mesh["shard"],
                 "reshard_after_forward": self.reshard,
                 # The others of a block are on another mesh.
@@ -316,7 +332,7 @@ class Mesh:
         sizes = dict(self.experts)
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for experts in held:
-            parallelize_module(experts, mesh["ep"], Stacked())
+            parallelize_module(experts, mesh["ep"], Placed(Shard(0)))
             if "eshard" in sizes:
                 fully_shard(experts, mesh=mesh["eshard"], shard_placement_fn=lambda param: Shard(self.expert_dim))
 
@@ -358,9 +374,11 @@ def _place(axes: Axes, rank: int) -> dict[str, int]:
 def _style(model: Model, name: str) -> ParallelStyle:
     """torch's own style for what we call rows and columns: the two are the other way round for embeddings."""
     module, style = model.get_submodule(name), model.styles()[name]
-    if style == "copied":
-        return SequenceParallel() if isinstance(module, nn.LayerNorm) else Copied()
-    return ColwiseParallel() if (style == "rows") == isinstance(module, nn.Linear) else RowwiseParallel()
+    if isinstance(module, nn.LayerNorm):
+        return SequenceParallel()
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return ColwiseParallel() if (style == "rows") == isinstance(module, nn.Linear) else RowwiseParallel()
+    return Placed(Replicate() if style == "copied" else Shard(0 if style == "rows" else 1))
 
 
 def _fsdp(world: int, **more: Any) -> Mesh:

@@ -18,19 +18,19 @@ from tests.meshes import MESHES, MODELS, fits
 from tests.ranks import RankFailure, run_ranks
 
 RULES = ("muon", "normuon", "adamuon")
-ZOO = ("dense", "grouped", "mixture", "tied", "few", "odd")
+ZOO = ("dense", "grouped", "mixture", "fusions", "tied", "few", "odd")
 
 QUICK: dict[str, list[tuple[str, str]]] = {
     "fsdp 2": [("grouped", "muon"), ("tied", "normuon"), ("few", "adamuon")],
     "fsdp 3": [("dense", "adamuon"), ("grouped", "normuon"), ("odd", "muon")],
     "fsdp 4": [("mixture", "muon"), ("few", "normuon")],
-    "zero-2 3": [("dense", "muon")],
+    "zero-2 3": [("dense", "muon"), ("fusions", "adamuon")],
     "blocks only 2": [("tied", "adamuon"), ("odd", "normuon")],
     "hsdp 2x2": [("grouped", "adamuon"), ("mixture", "normuon")],
     "fsdp+tp 2x2": [("dense", "normuon"), ("grouped", "muon")],
-    "fsdp+tp 3x2": [("odd", "adamuon")],
+    "fsdp+tp 3x2": [("odd", "adamuon"), ("fusions", "normuon")],
     "tp 2": [("tied", "muon"), ("grouped", "adamuon")],
-    "tp 3": [("odd", "normuon"), ("few", "muon")],
+    "tp 3": [("odd", "normuon"), ("few", "muon"), ("fusions", "muon")],
     "ep 3": [("mixture", "adamuon")],
     "ep beside fsdp 2": [("mixture", "muon")],
     "ep x fsdp 2x2 dim 0": [("mixture", "normuon")],

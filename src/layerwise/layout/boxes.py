@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from layerwise.config.layouts import WorkPolicy
+from layerwise.layout.meshes import Placed
 from layerwise.layout.shards import Held, Ranks
 from layerwise.layout.spans import Block, Span, numel_in
 from layerwise.routing.geometry import Box
@@ -19,14 +20,21 @@ from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamTable
 
 
-def whole_params(
-    table: ParamTable, routes: Mapping[str, Route], world_by_domain: Mapping[str, int]
+def shards_of_params(
+    table: ParamTable,
+    routes: Mapping[str, Route],
+    world_by_domain: Mapping[str, int],
+    placed: Mapping[str, Placed],
 ) -> tuple[BoxShards, ...]:
-    """Every trainable param whole on every rank of its domain, in backward order."""
+    """Every trainable param as it is placed, in backward order; whole on every rank of its domain where nothing is said of
+    it."""
     trainable = [param for param in reversed(table.params) if routes[param.fqn].family != "frozen"]
     return tuple(
-        BoxShards.whole(index, param.domain, param.fqn, param.shape, world_by_domain[param.domain])
+        BoxShards(index, param.domain, param.fqn, param.shape, placed[param.fqn].boxes(param.shape, world))
+        if param.fqn in placed
+        else BoxShards.whole(index, param.domain, param.fqn, param.shape, world)
         for index, param in enumerate(trainable)
+        for world in (world_by_domain[param.domain],)
     )
 
 

@@ -154,7 +154,9 @@ def _differences(
         expected = {"master": oracle.masters[fqn], **oracle.state[fqn]}
         for name, tensor in optimizer.state[param].items():
             kind, _, index = name.partition(".")
-            if index:  # with its matrix, at its home
+            if name == "step":
+                found += [f"{fqn} is at step {int(tensor)}"] if int(tensor) != oracle.step_count else []
+            elif index:  # with its matrix, at its home
                 there = expected.get(f"second.{index}", torch.zeros(()))
                 if tensor.numel() and not torch.equal(local(tensor), there):
                     found.append(f"{name} of {fqn}")

@@ -413,8 +413,9 @@ MESHES: dict[str, Mesh] = {
 
 
 def fits(mesh: str, model: str) -> bool:
-    """Whether there is anything to see: a mesh of experts needs experts."""
-    return model == "mixture" or not MESHES[mesh].experts
+    """Whether there is anything to see: a mesh of experts needs experts, and one for blocks needs blocks."""
+    found = MESHES[mesh]
+    return model == "mixture" or not (found.experts or (found.blocks_only and model == "few"))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -355,3 +355,45 @@ def test_copies_that_differ_at_the_start_are_refused_by_name(mesh: str, fqn: str
     (said,) = {said for said, _ in answers}
     assert fqn in said, said
     assert [is_same for _, is_same in answers] == [True] * world
+
+
+def other_data(rank: int, world: int, mesh: str, fqn: str) -> tuple[str, bool, str]:
+    """Nobody has averaged the gradient of something of which all ranks have copies. What is said of it, whether nothing
+    changed, and what is said once it is averaged."""
+    stage = Stage(rank, Scene(mesh, "dense"))
+    before = stage.hash()
+    stage.deliver(0)
+    grad = stage.params[fqn].grad
+    assert grad is not None
+    local(grad).mul_(1 + rank)
+    said = raised(stage.optimizer.step)
+    is_same = stage.hash() == before
+    stage.deliver(0)
+    return said, is_same, raised(stage.optimizer.step)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fqn"),
+    sampled([("blocks only 2", "embed.weight"), ("tp 3", "blocks.0.norm.bias")], ("blocks only 2", "embed.weight")),
+)
+def test_a_gradient_that_nobody_averaged_is_refused_by_name(mesh: str, fqn: str) -> None:
+    """`fully_shard` averages what it has sharded, and leaves the gradients of plain params beside it as they are."""
+    world = MESHES[mesh].world
+    answers = run_ranks(world, other_data, mesh, fqn)
+    (said,) = {said for said, _, _ in answers}
+    assert said.startswith(f"StateError: param {fqn!r} has another gradient on rank 1")
+    assert [answer[1:] for answer in answers] == [(True, "nothing was raised")] * world
+
+
+def without_all(rank: int, world: int, mesh: str) -> tuple[str, bool]:
+    stage = Stage(rank, Scene(mesh, "odd"))
+    before = stage.hash()
+    stage.optimizer.step()
+    return stage.optimizer.stats.skip_reason, stage.hash() == before
+
+
+@pytest.mark.parametrize("mesh", sampled(["fsdp 3", "tp 2"], "fsdp 3"))
+def test_a_step_without_any_gradient_is_none(mesh: str) -> None:
+    """Also where some ranks hold nothing of some params."""
+    world = MESHES[mesh].world
+    assert run_ranks(world, without_all, mesh) == [("no param has a gradient on any rank", True)] * world

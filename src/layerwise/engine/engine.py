@@ -17,7 +17,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, device_of, share, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
-from layerwise.engine.gradients import Gradients, OwnGradients
+from layerwise.engine.gradients import CopiedGradients, Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer, StepCount
 from layerwise.engine.traffic import Traffic
@@ -25,7 +25,7 @@ from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.memory.hooked import hook, is_hooked, unhook
+from layerwise.memory.hooked import claim, grads_of, hook, is_claimed, unhook
 from layerwise.memory.storage import Storage, one_device
 from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
 from layerwise.models.tree import ModuleTree
@@ -107,14 +107,14 @@ def refuse_sharded(params: Mapping[str, nn.Parameter]) -> None:
 
 def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
     """Raise if a param lies in somebody else's buffers already, or not all of them on one device."""
-    if any(map(is_hooked, params.values())):
+    if any(map(is_claimed, params.values())):
         gc.collect()  # a wrapper that nobody has any more may be waiting for that, in a cycle with a scheduler
     for fqn, param in params.items():
-        if is_hooked(param):
+        if is_claimed(param):
             raise StateError(
-                f"param {fqn!r} lies in the buffers of a DataParallel already: its gradients go there. Wrap a model once and "
-                "pass the wrapped model on. To wrap it anew, call unwrap() of the one that has it, or drop that and its "
-                "optimizer."
+                f"param {fqn!r} lies in the buffers of a DataParallel or of an Optimizer already: updates go there. Wrap a model "
+                "once and pass the wrapped model on; a DistributedDataParallel has one Optimizer. To begin anew, call unwrap() of "
+                "the DataParallel that has it, or drop that and its optimizer."
             )
     trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
     if trainables:
@@ -203,6 +203,10 @@ class Engine:
         self.gradients: Gradients
         if self.plan.options.memory == "params":
             self.gradients = OwnGradients(self.storage)
+        elif self.plan.options.gradients == "params":
+            self.gradients = CopiedGradients(self.storage)
+            for param in self.storage.params.values():
+                claim(param, self.gradients)
         else:
             self.gradients = GradReducer(
                 self.storage,
@@ -368,6 +372,22 @@ class Engine:
         problems = [text for facts in told if (text := str(facts["problem"]))]
         if problems:
             raise StateError(problems[0])
+
+    def check_gradients(self) -> None:
+        """Raise on every rank, naming a param, unless all ranks have the same gradients: somebody else was to reduce them."""
+        params = sorted(self.storage.params.items())
+        nothing = torch.empty(0, device=self.storage.device)
+        grads = zip(params, grads_of(param for _, param in params), strict=True)
+        flat = [nothing if grad is None else grad.detach().reshape(-1) for _, grad in grads]
+        differs = _first_difference(flat, self.everyone)
+        if differs is not None:
+            number, rank = differs
+            raise StateError(
+                f"the gradient of param {params[number][0]!r} has other values on rank {rank} than on rank 0: nobody has reduced it, "
+                "and weights would drift apart. The last backward before step() must be a synchronised one (outside of no_sync()) of "
+                "the DistributedDataParallel, through its own forward; or wrap the module in layerwise.DataParallel, which reduces "
+                "gradients itself."
+            )
 
     def free_buffers(self) -> None:
         """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layerwise.memory.hooked import grad_of, take_grad
+from layerwise.memory.hooked import grad_of, grads_of, take_grad
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
 
@@ -42,6 +42,8 @@ class Gradients(Protocol):
     """Brings gradients to shards."""
 
     said: Said
+    are_copies: bool
+    """Whether somebody else has made them the same on every rank, so that none may have another one, or none at all."""
     when_dropped: Callable[[], None]
     """Called when gradients are forgotten whose reduction has begun: all ranks have to forget the same."""
 
@@ -81,6 +83,7 @@ class OwnGradients:
     """The params' own `.grad`, reduced by others or by nobody. In fp32 they are worked on where they are: a step holds no
     second copy of them, and they are gone afterwards."""
 
+    are_copies = False
     late: frozenset[str] = frozenset()
 
     def __init__(self, storage: Storage) -> None:
@@ -100,10 +103,7 @@ class OwnGradients:
         return frozenset(fqn for fqn, param in self._params.items() if grad_of(param) is not None)
 
     def check(self) -> None:
-        for fqn, param in self._params.items():
-            grad = grad_of(param)
-            if grad is not None:
-                refuse_sparse(fqn, grad)
+        check_dense(self._params)
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
@@ -138,6 +138,70 @@ class OwnGradients:
         self._bound = []
         for _, shard in self._shards:
             shard.update = self._nothing
+
+
+class CopiedGradients:
+    """The params' own `.grad`, which somebody else has made the same on every rank, where weights are in our buffers. Each
+    shard's part is copied to its update, and nothing else: they stay as they are, for whoever clips, logs or zeroes them."""
+
+    are_copies = True
+    late: frozenset[str] = frozenset()
+
+    def __init__(self, storage: Storage) -> None:
+        self.said = Said()
+        self.when_dropped: Callable[[], None] = lambda: None
+        self._params = storage.params
+        self._parts = [
+            (span.fqn, slice(span.start, span.stop), shard.update[span.part])
+            for shard in storage.shards
+            for span in shard.spans
+        ]
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(grad is not None for grad in grads_of(self._params.values()))
+
+    @property
+    def arrived(self) -> frozenset[str]:
+        grads = zip(self._params, grads_of(self._params.values()), strict=True)
+        return frozenset(fqn for fqn, grad in grads if grad is not None)
+
+    def check(self) -> None:
+        check_dense(self._params)
+
+    @torch.no_grad()
+    def finish(self) -> frozenset[str]:
+        found: list[Tensor] = []
+        filled: list[Tensor] = []
+        for fqn, part, update in self._parts:
+            grad = grad_of(self._params[fqn])
+            if grad is None or grad.is_sparse:
+                update.zero_()
+            else:
+                found.append(grad.detach().reshape(-1)[part])
+                filled.append(update)
+        if filled:
+            torch._foreach_copy_(filled, found)
+        return frozenset(self._params) - self.arrived
+
+    def reduce_again(self, fqns: Iterable[str]) -> None:
+        """Nothing is on its way."""
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def divisor_of(self, shard: Shard) -> float:
+        return 1.0
+
+    def forget(self) -> None:
+        self.said = Said()
+
+
+def check_dense(params: Mapping[str, Tensor]) -> None:
+    """Raise for a param whose own gradient is sparse, by name."""
+    for fqn, grad in zip(params, grads_of(params.values()), strict=True):
+        if grad is not None:
+            refuse_sparse(fqn, grad)
 
 
 def _flat(grad: Tensor) -> Tensor:

@@ -69,6 +69,8 @@ class _Progress:
 class GradReducer:
     """Accumulates gradients into buckets and reduces the buckets."""
 
+    are_copies = False
+
     def __init__(
         self,
         storage: Storage,

@@ -107,6 +107,7 @@ class Stepper:
         self.stats = StepStats()
         self._changed: set[str] = set()
         self._has_checked_replicas = False
+        self._has_checked_gradients = False
         self._is_half_way = False
         engine.count.steps = 0  # an optimizer before this one may have counted
         self._is_stepping = False
@@ -184,6 +185,10 @@ class Stepper:
             gradients.reduce_again(self._here(totals.late))
             totals = self._stats_pass.reduce(replace(seen, late=gradients.late), divisors)
         self._check_agreement(totals, problem, settings, live)
+        if gradients.are_copies and not totals.nonfinite:
+            if not self._has_checked_gradients or engine.settings.check_replicas:
+                engine.check_gradients()
+            self._has_checked_gradients = True
         return totals
 
     def clip_next_step(self, max_norm: float, live: Live) -> float:
@@ -253,7 +258,7 @@ class Stepper:
         engine = self._engine
         return Divisors(
             scale,
-            engine.plan.world * scale,
+            (engine.plan.world if engine.plan.options.reduces else 1) * scale,
             {shard.plan.index: engine.gradients.divisor_of(shard) * scale for shard in engine.storage.shards},
         )
 
@@ -328,6 +333,14 @@ class Stepper:
                 raise StateError(
                     f"step() with loss_scale set, but the loss was not scaled{where}: call "
                     "optimizer.scale_loss(loss).backward()."
+                )
+        if self._engine.gradients.are_copies:
+            world = self._engine.plan.world
+            names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items() if count < world]
+            if names:
+                raise StateError(
+                    f"no gradient for {listed(names)}, while other ranks have one: somebody was to reduce them over all ranks. Use "
+                    "find_unused_parameters=True of DistributedDataParallel where ranks run different parts of the model."
                 )
         if self._policy.strict_grads and totals.missing:
             world = self._engine.plan.world

@@ -28,28 +28,36 @@ from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
-from layerwise.errors import StateError, warn
+from layerwise.errors import StateError, listed, warn
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.table import named_params
 from layerwise.models.tracing import never_traced
+from layerwise.optim.reduced import Asked, Reduced, engine_of_ddp, engine_of_reduced, reduced_by
 from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
 from layerwise.routing.rules import RouteRule
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Steps a `DataParallel` model, or a plain module in a single process.
+    """Steps a `DataParallel` model, a `DistributedDataParallel` one, or a plain module.
 
-    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called.
+    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Gradients
+    that somebody else has reduced are left as they are: call `zero_grad()`, as with any torch optimizer.
 
     Args:
-        model: a `DataParallel`, or a plain `nn.Module`.
+        model: a `DataParallel`, a `DistributedDataParallel`, or a plain `nn.Module`.
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
         strict: strict routing for a plain module, as in `DataParallel`.
+        gradients: "reduced" for a plain module on several ranks whose `.grad`s are the same on all of them by the time of
+            `step()`, because it will be wrapped in a `DistributedDataParallel`, as trainers do, or reduced by hand. A
+            `DistributedDataParallel` is known to be that.
+        layout: where optimizer state lives, with reduced gradients: as in `DataParallel`. All but "replicated" shard it.
+        check_replicas: with reduced gradients, compare a hash of all weights and gradients across ranks at every step, and
+            not at the first only; slow, for debugging.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
         norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
@@ -73,6 +81,9 @@ class Optimizer(torch.optim.Optimizer):
         other: Rule,
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
+        gradients: Reduced | None = None,
+        layout: str | None = None,
+        check_replicas: bool = False,
         clip_grad_norm: float | None = None,
         clip: ClipScope = "all",
         norm_groups: Mapping[str, str] | None = None,
@@ -84,12 +95,13 @@ class Optimizer(torch.optim.Optimizer):
         strict_grads: bool = False,
         max_skipped: int | None = None,
     ) -> None:
-        self._engine = _engine_of(model, rules, strict)
+        asked = Asked(rules=rules, strict=strict, gradients=gradients, layout=layout, check_replicas=check_replicas)
+        self._engine = _engine_of(model, asked)
         plan = self._engine.plan
         self._is_sealed = self._has_said_part = False
 
         def plan_arguments() -> StepPlan:
-            self._refuse(rules, strict)
+            self._refuse(asked)
             return StepPlan(
                 groups=plan_groups(plan, matrix=matrix, other=other),
                 norm_group_of=assign_norm_groups(
@@ -126,11 +138,22 @@ class Optimizer(torch.optim.Optimizer):
             self.state[self._engine.storage.params[fqn]] = tensors
         self._engine.attach(self)
 
-    def _refuse(self, rules: object, strict: bool) -> None:
+    def _refuse(self, asked: Asked) -> None:
         """Raise for what a wrapped model does not take."""
-        if self._is_wrapped and (rules is not None or strict):
+        if self._is_wrapped and (asked.rules is not None or asked.strict):
             raise ValueError(
                 "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
+            )
+        if self._is_wrapped and asked.gradients is not None:
+            raise ValueError(
+                f"gradients={asked.gradients!r} was passed to the Optimizer of a layerwise.DataParallel, which reduces gradients itself: "
+                "leave it out, or pass the module that it was made of."
+            )
+        if asked.about_reduced and not self._engine.gradients.are_copies:
+            where = "DataParallel" if self._is_wrapped else "an Optimizer with gradients='reduced'"
+            raise ValueError(
+                f"{listed(asked.about_reduced)} was passed to the Optimizer of a model whose gradients nobody else reduces: it is "
+                f"for {where}."
             )
         self._engine.check_bound()
         if self._engine.optimizer is not None:
@@ -144,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _is_wrapped(self) -> bool:
         """Whether gradients go to buckets, and not to the params' own `.grad`."""
-        return self._engine.plan.options.memory == "buffers"
+        return self._engine.plan.options.reduces
 
     @property
     def plan(self) -> Plan:
@@ -329,26 +352,31 @@ def _in_words(group: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool) -> Engine:
-    """The engine of a wrapped model, or a new one for a plain module in a single process."""
+def _engine_of(model: nn.Module, asked: Asked) -> Engine:
+    """The engine of a wrapped model, or a new one."""
     engine = getattr(model, "engine", None)
     if isinstance(engine, Engine):
         check_still_alone(engine.groups)
         return engine
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            "model is a DistributedDataParallel, which averages gradients and keeps every weight and all optimizer state on every "
-            "rank. Pass layerwise.DataParallel(module) in its place, made from the module that it wraps (model.module)."
-        )
+    if asked.gradients not in (None, "reduced"):
+        raise ValueError(f"gradients must be 'reduced' or left out, got {asked.gradients!r}.")
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
         )
+    ddp = reduced_by(model)
+    if ddp is not None:
+        return engine_of_ddp(ddp, asked)
+    if asked.gradients == "reduced":
+        return engine_of_reduced(model, asked)
     refuse_sharded(dict(named_params(model)))
     if default_world() > 1:
         raise ValueError(
-            f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
-            "Wrap it: layerwise.DataParallel(module)."
+            f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. Pass "
+            "layerwise.DataParallel(module), which does, or the torch DistributedDataParallel that the module is in; or, if it "
+            "will be in one or somebody else reduces gradients before step(), Optimizer(module, gradients='reduced')."
         )
-    settings = Settings(options=Options(rules=rules, strict=strict, memory="params"), overlap_grad_reduce=False)
+    settings = Settings(
+        options=Options(rules=asked.rules, strict=asked.strict, memory="params"), overlap_grad_reduce=False
+    )
     return Engine((model,), alone(), settings)

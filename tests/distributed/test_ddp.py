@@ -45,7 +45,7 @@ from tests.worlds import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-EXPLICIT = ("flat", "padded", "compact", "replicated")
+EXPLICIT = ("flat", "padded", "compact", "replicated", "replicated:shared")
 Grads = dict[str, Tensor]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.sharded import grad_here, is_sharded
-from layerwise.memory.hooked import grad_of, take_grad
+from layerwise.memory.hooked import grad_of, grads_of, take_grad
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
 
@@ -43,6 +43,10 @@ class Gradients(Protocol):
     """Brings gradients to shards."""
 
     said: Said
+    are_reduced: bool
+    """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
+    are_copies: bool
+    """Whether somebody else has made all of them the same on every rank."""
     when_dropped: Callable[[], None]
     """Called when gradients are forgotten whose reduction has begun: all ranks have to forget the same."""
 
@@ -69,10 +73,6 @@ class Gradients(Protocol):
         """Add what came late, of these params: the same ones on every rank."""
 
     @property
-    def are_reduced(self) -> bool:
-        """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
-
-    @property
     def common_divisor(self) -> float:
         """What makes averages of most sums: norms are taken of sums that have this one."""
 
@@ -90,6 +90,7 @@ class OwnGradients:
     """The params' own `.grad`, reduced by others or by nobody. In fp32 they are worked on where they are: a step holds no
     second copy of them, and they are gone afterwards."""
 
+    are_copies = False
     late: frozenset[str] = frozenset()
     are_reduced = True
     common_divisor = 1.0
@@ -111,15 +112,14 @@ class OwnGradients:
         return frozenset(fqn for fqn, param in self._params.items() if grad_of(param) is not None)
 
     def check(self) -> None:
+        check_dense(self._params)
         for fqn, param in self._params.items():
             grad = grad_of(param)
-            if grad is not None:
-                refuse_sparse(fqn, grad)
-                if is_sharded(param) and not is_sharded(grad):
-                    raise TypeError(
-                        f"param {fqn!r} is a DTensor and its .grad is not: expected a DTensor with the param's placements, as backward "
-                        "brings it. Make it with torch.distributed.tensor.distribute_tensor()."
-                    )
+            if grad is not None and is_sharded(param) and not is_sharded(grad):
+                raise TypeError(
+                    f"param {fqn!r} is a DTensor and its .grad is not: expected a DTensor with the param's placements, as backward "
+                    "brings it. Make it with torch.distributed.tensor.distribute_tensor()."
+                )
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
@@ -156,6 +156,72 @@ class OwnGradients:
         self._bound = []
         for _, shard in self._shards:
             shard.update = self._nothing
+
+
+class CopiedGradients:
+    """The params' own `.grad`, which somebody else has made the same on every rank, where weights are in our buffers. Each
+    shard's part is copied to its update, and nothing else: they stay as they are, for whoever clips, logs or zeroes them."""
+
+    are_copies = True
+    late: frozenset[str] = frozenset()
+    are_reduced = True
+    common_divisor = 1.0
+
+    def __init__(self, storage: Storage) -> None:
+        self.said = Said()
+        self.when_dropped: Callable[[], None] = lambda: None
+        self._params = storage.params
+        self._parts = [
+            (span.fqn, slice(span.start, span.stop), shard.update[span.part])
+            for shard in storage.shards
+            for span in shard.spans
+        ]
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(grad is not None for grad in grads_of(self._params.values()))
+
+    @property
+    def arrived(self) -> frozenset[str]:
+        grads = zip(self._params, grads_of(self._params.values()), strict=True)
+        return frozenset(fqn for fqn, grad in grads if grad is not None)
+
+    def check(self) -> None:
+        check_dense(self._params)
+
+    @torch.no_grad()
+    def finish(self) -> frozenset[str]:
+        found: list[Tensor] = []
+        filled: list[Tensor] = []
+        for fqn, part, update in self._parts:
+            grad = grad_of(self._params[fqn])
+            if grad is None or grad.is_sparse:
+                update.zero_()
+            else:
+                found.append(grad.detach().reshape(-1)[part])
+                filled.append(update)
+        if filled:
+            torch._foreach_copy_(filled, found)
+        return frozenset(self._params) - self.arrived
+
+    def reduce_again(self, fqns: Iterable[str]) -> None:
+        """Nothing is on its way."""
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def divisor_of(self, shard: Shard) -> float:
+        return 1.0
+
+    def forget(self) -> None:
+        self.said = Said()
+
+
+def check_dense(params: Mapping[str, Tensor]) -> None:
+    """Raise for a param whose own gradient is sparse, by name."""
+    for fqn, grad in zip(params, grads_of(params.values()), strict=True):
+        if grad is not None:
+            refuse_sparse(fqn, grad)
 
 
 def _flat(grad: Tensor) -> Tensor:

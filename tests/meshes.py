@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.test_splits import FUSIONS, Fused
 
@@ -317,13 +318,17 @@ class Mesh:
     """ZeRO-3; else weights stay gathered between forward and backward."""
     blocks_only: bool = False
     """Only the blocks are cut, and what is beside them is plain: the same on every rank."""
+    ddp: bool = False
+    """Nothing is cut: a DistributedDataParallel has copies on all ranks. What an optimizer keeps lies as it likes then."""
 
     @property
     def world(self) -> int:
         return math.prod(size for _, size in self.axes)
 
-    def cut(self, model: Model) -> None:
-        """Have torch cut a model. Every rank calls it."""
+    def cut(self, model: Model) -> nn.Module:
+        """Have torch cut a model, and return what an optimizer is given. Every rank calls it."""
+        if self.ddp:
+            return DistributedDataParallel(model)
         sizes = dict(self.axes)
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if "tp" in sizes:
@@ -343,6 +348,7 @@ class Mesh:
                 fully_shard(block, **shared)
             if not self.blocks_only:
                 fully_shard(model, **shared)
+        return model
 
     def _cut_experts(self, held: Sequence[Experts]) -> None:
         sizes = dict(self.experts)
@@ -430,6 +436,7 @@ MESHES: dict[str, Mesh] = {
     **{f"hsdp {a}x{b}": _hsdp(a, b) for a, b in ((2, 2), (2, 3), (2, 4))},
     **{f"fsdp+tp {a}x{b}": _fsdp_tp(a, b) for a, b in ((2, 2), (3, 2), (2, 3), (2, 4))},
     **{f"tp {world}": Mesh((("tp", world),)) for world in (2, 3, 4)},
+    **{f"ddp {world}": Mesh((("all", world),), ddp=True) for world in (2, 3, 4)},
     "hsdp+tp 2x2x2": Mesh((("replicate", 2), ("shard", 2), ("tp", 2))),
     **{f"ep {world}": Mesh((("all", world),), experts=(("ep", world),)) for world in (2, 3)},
     **{f"ep beside fsdp {world}": Mesh((("shard", world),), experts=(("ep", world),)) for world in (2, 4)},

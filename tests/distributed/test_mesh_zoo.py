@@ -31,6 +31,7 @@ QUICK: dict[str, list[tuple[str, str]]] = {
     "fsdp+tp 3x2": [("odd", "adamuon"), ("fusions", "normuon")],
     "tp 2": [("tied", "muon"), ("grouped", "adamuon")],
     "tp 3": [("odd", "normuon"), ("few", "muon"), ("fusions", "muon")],
+    "ddp 2": [("grouped", "normuon"), ("tied", "muon")],
     "ep 3": [("mixture", "adamuon")],
     "ep beside fsdp 2": [("mixture", "muon")],
     "ep x fsdp 2x2 dim 0": [("mixture", "normuon")],

@@ -69,6 +69,10 @@ class Gradients(Protocol):
         """Add what came late, of these params: the same ones on every rank."""
 
     @property
+    def are_reduced(self) -> bool:
+        """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
+
+    @property
     def common_divisor(self) -> float:
         """What makes averages of most sums: norms are taken of sums that have this one."""
 
@@ -87,6 +91,7 @@ class OwnGradients:
     second copy of them, and they are gone afterwards."""
 
     late: frozenset[str] = frozenset()
+    are_reduced = True
     common_divisor = 1.0
 
     def __init__(self, storage: Storage) -> None:

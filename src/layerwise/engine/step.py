@@ -331,6 +331,15 @@ class Stepper:
                     f"step() with loss_scale set, but the loss was not scaled{where}: call "
                     "optimizer.scale_loss(loss).backward()."
                 )
+        if self._engine.gradients.are_reduced and totals.partly_missing:
+            names = [
+                f"{fqn} (missing on {some} of {all_} ranks)" for fqn, (some, all_) in totals.partly_missing.items()
+            ]
+            raise StateError(
+                f"some ranks have a gradient and some have none: {listed(names)}. Whoever reduced gradients did so on all ranks that "
+                "hold a part of a param, so expected one on all of them or on none. Run the same modules on every rank; zero_grad() "
+                "on all of them goes on from here."
+            )
         if self._policy.strict_grads and totals.missing:
             world = self._engine.plan.world
             names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items()]

@@ -37,7 +37,7 @@ from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.models.tracing import never_traced
-from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
+from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
 from layerwise.routing.rules import RouteRule
 
 
@@ -127,11 +127,12 @@ class Optimizer(torch.optim.Optimizer):
         self._stepper = Stepper(self._engine, planned, wire_dtypes(self._engine.plan.works, dtypes))
         self._planned_ns_dtypes = self._ns_dtypes()
         check_alike(groups, self._engine.roster, "is updated", self._tie_settings())
+        self._steps = torch.zeros(())
         home_state = self._stepper.update.home_state_by_fqn()
         for fqn, tensors in self._stepper.update.state_by_fqn().items():
             param = self._engine.storage.params[fqn]
             if not self._is_wrapped:  # then state lies as its param does
-                tensors = {name: like(param, tensor) for name, tensor in tensors.items()}
+                tensors = {STEP: self._steps, **{name: like(param, tensor) for name, tensor in tensors.items()}}
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self._engine.attach(self)
 
@@ -205,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         # An update is what it is, also in the middle of a forward's autocast.
         with torch.autocast(self._engine.storage.device.type, enabled=False):
             self._stepper.step(self._live())
+        self._steps.fill_(self._engine.count.steps)
         return loss
 
     @never_traced
@@ -287,6 +289,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.publisher.ensure_all()
         fitting.write(self)
         engine.count.steps = fitting.extra["step"]
+        self._steps.fill_(engine.count.steps)
         if scaler is not None and loaded is not None:
             scaler.load_state_dict(loaded)
         engine.publisher.begin()

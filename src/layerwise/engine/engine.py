@@ -185,8 +185,8 @@ class Engine:
                     f"{self.communicators[shard.domain].world}: shards would have no owner."
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
-        held = {fqn: local_of(param) for fqn, param in trainables.items()}
-        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), held)
+        held_of = None if placed is None else local_of
+        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), held_of)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
         self.publisher = Publisher(

@@ -174,3 +174,180 @@ def backward_late(rank: int, world: int) -> str:
 def test_a_backward_through_weights_of_before_the_step_is_an_error() -> None:
     for text in run_ranks(2, backward_late):
         assert "modified by an inplace operation" in text
+
+
+class Beside(nn.Module):
+    """A cut layer and one that nobody has cut."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        torch.manual_seed(seed)
+        self.own = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.up(x))
+
+
+def beside(rank: int, world: int, differ: bool) -> str:
+    model = Beside(rank if differ else 0)
+    fully_shard(model.up, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = optimizer_of(model)
+    model(torch.ones(3, WIDTH)).square().mean().backward()
+    return raised(optimizer.step)
+
+
+def test_plain_params_that_differ_between_ranks_are_refused_by_name() -> None:
+    for text in run_ranks(3, beside, True):
+        assert text.startswith("StateError: param 'own.")
+        assert "has other values on rank 1" in text
+    assert run_ranks(3, beside, False) == ["nothing was raised"] * 3
+
+
+def partial_param(rank: int, world: int) -> str:
+    mesh = init_device_mesh("cpu", (world,))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    return raised(lambda: optimizer_of(model))
+
+
+def test_a_partial_param_is_refused() -> None:
+    for text in run_ranks(2, partial_param):
+        assert "param 'weight' has the placement P" in text
+        assert "expected Shard(dim) or Replicate()" in text
+
+
+def gradients(rank: int, world: int, kind: str) -> list[Any]:
+    """Gradients of one matrix put by hand: plain ones, or with other placements than the param's."""
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(4)
+    model = nn.Linear(6, 5, bias=False)
+    start = model.weight.detach().clone()
+    model.weight = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
+    optimizer = optimizer_of(model)
+    grad = torch.arange(30.0).view(5, 6) / 8
+    if kind == "plain":
+        model.weight.grad = None
+        torch.Tensor.grad.__set__(model.weight, grad) if False else None
+    made = {
+        "partial": lambda: DTensor.from_local(grad / world, mesh, [Partial()]),
+        "replicated": lambda: distribute_tensor(grad, mesh, [Replicate()]),
+        "other dim": lambda: distribute_tensor(grad, mesh, [Shard(1)]),
+        "the same": lambda: distribute_tensor(grad, mesh, [Shard(0)]),
+        "plain": lambda: grad,
+    }[kind]
+    error = raised(lambda: setattr(model.weight, "grad", made()))
+    if error != "nothing was raised":
+        return [error]
+    error = raised(optimizer.step)
+    return [error, model.weight.detach().full_tensor() - start]
+
+
+@pytest.mark.parametrize("kind", ["partial", "replicated", "other dim"])
+def test_gradients_with_other_placements_are_brought_to_the_params(kind: str) -> None:
+    for (error, found), (_, wanted) in zip(run_ranks(2, gradients, kind), run_ranks(2, gradients, "the same"), strict=True):
+        assert error == "nothing was raised"
+        assert found.abs().max() > 0
+        assert torch.equal(found, wanted)
+
+
+def test_a_plain_gradient_of_a_sharded_param_is_refused() -> None:
+    for found in run_ranks(2, gradients, "plain"):
+        assert "plain" in found[0], found
+
+
+def sequence_parallel(rank: int, world: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Norms of sequence parallelism: copied weights, whose gradients come as sums that torch has put off."""
+    torch.manual_seed(2)
+    model = Pair()
+    mesh = init_device_mesh("cpu", (world,))
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "norm": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(output_layouts=Shard(0)),
+        },
+    )
+    optimizer = optimizer_of(model)
+    x = torch.arange(6.0 * WIDTH).view(6, WIDTH).sin()
+    placements = []
+    for _ in range(3):
+        # The loss of all rows: each rank has its own, and gradients of what is shared are summed over ranks.
+        out = model(x.chunk(world)[rank])
+        (out.square().sum() / 36).backward()
+        placements.append(str(model.norm.weight.grad.placements))
+        optimizer.step()
+    return whole(model), placements
+
+
+def pair_alone(rank: int, world: int) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    model = Pair()
+    optimizer = optimizer_of(model)
+    x = torch.arange(6.0 * WIDTH).view(6, WIDTH).sin()
+    for _ in range(3):
+        (model(x).square().sum() / 36).backward()
+        optimizer.step()
+    return whole(model)
+
+
+def test_norms_of_sequence_parallelism() -> None:
+    (wanted,) = run_ranks(1, pair_alone)
+    for weights, placements in run_ranks(2, sequence_parallel):
+        assert_close(weights, wanted)
+        assert "Partial" in placements[0]  # or this shows nothing
+
+
+def other_rules(rank: int, world: int) -> str:
+    model = cut(built(), world)
+    lr = 0.02 if rank else 0.03
+    return raised(lambda: optimizer_of(model, matrix=layerwise.Muon(lr=lr)))
+
+
+def test_other_rules_on_one_rank_are_named_on_all() -> None:
+    for text in run_ranks(3, other_rules):
+        assert text.startswith("PlanMismatchError: ")
+        assert "lr" in text
+        assert "0.03" in text
+
+
+def on_some_ranks(rank: int, world: int, give: bool) -> Any:
+    """A model on ranks 0 and 1 of three, on a mesh of its own or on one of two dims."""
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return None
+    mesh = init_device_mesh("cpu", (world,)) if False else None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = built()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = optimizer_of(model, **({"process_group": group} if give else {}))
+    for step in range(3):
+        one_step(model, optimizer, rank, 2, step)
+    return whole(model)
+
+
+@pytest.mark.parametrize("give", [True, False])
+def test_a_model_on_some_of_the_ranks(give: bool) -> None:
+    first, second, third = run_ranks(3, on_some_ranks, give)
+    assert third is None
+    for weights in (first, second):
+        assert_close(weights, expected())
+
+
+def not_in_the_group(rank: int, world: int) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = cut(built(), world)
+    return raised(lambda: optimizer_of(model, process_group=groups[rank // 2]))
+
+
+def test_a_process_group_that_lacks_ranks_of_the_mesh_is_refused() -> None:
+    for text in run_ranks(3, not_in_the_group):
+        assert "lies on the ranks [0, 1, 2], of which" in text
+        assert "Pass process_group=" in text

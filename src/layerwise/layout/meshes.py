@@ -92,3 +92,8 @@ def over(*dims: tuple[int, Cut | None]) -> Placed:
     """
     mesh = tuple(size for size, _ in dims)
     return Placed(range(math.prod(mesh)), mesh, tuple(cut for _, cut in dims))
+
+
+def copied_on(world: int) -> Placed:
+    """A param of which every rank has all."""
+    return over((world, None))

@@ -283,7 +283,9 @@ def compare_plans(
         buffers: tuple[BufferPlan, ...] = ()
         own: tuple[ShardPlan, ...] = ()
         if options.memory == "params":
-            own = shards_of_params(table, routes, world_by_domain, placed or {})
+            own = shards_of_params(
+                table, routes, world_by_domain, placed or {}, cost=options.cost, hardware=options.hardware
+            )
         else:
             buffers = plan_storage(
                 table,

@@ -158,6 +158,8 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     group."""
     if not dist.is_available() or not dist.is_initialized():
         return alone()
+    if process_group is dist.group.WORLD:
+        process_group = None
     # Not the user's group itself: a bucket may be reduced in backward on one rank and in step() on another, and
     # whatever the user sends in between over that group must not be taken for it.
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)

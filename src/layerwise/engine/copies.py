@@ -11,6 +11,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
 from layerwise.errors import StateError
 from layerwise.kernels.hashing import hash_bits
+from layerwise.memory.hooked import grads_of
 from layerwise.memory.storage import Storage
 
 _NORM_TOLERANCE = 0.01
@@ -30,6 +31,22 @@ def check_copies(storage: Storage, communicators: Mapping[str, Communicator], gr
     found = next((text for facts in told if (text := str(facts["problem"]))), "")
     if found:
         raise StateError(found)
+
+
+def check_same_gradients(storage: Storage, everyone: Communicator) -> None:
+    """Raise on every rank, naming a param, unless the `.grad`s of all params are the same on every rank."""
+    params = sorted(storage.params.items())
+    nothing = torch.empty(0, device=storage.device)
+    grads = grads_of(param for _, param in params)
+    differs = _first_difference([nothing if grad is None else grad.detach().reshape(-1) for grad in grads], everyone)
+    if differs is not None:
+        number, rank = differs
+        raise StateError(
+            f"the gradient of param {params[number][0]!r} has other values on rank {rank} than on rank 0: nobody has reduced it, "
+            "and weights would drift apart. The last backward before step() must be a synchronised one (outside of no_sync()) of "
+            "the DistributedDataParallel, through its own forward; or wrap the module in layerwise.DataParallel, which reduces "
+            "gradients itself."
+        )
 
 
 def _in_replicas(storage: Storage, domain: str, communicator: Communicator) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.sharded import Elsewhere, is_sharded, local_of, on_one_mesh
-from layerwise.memory.hooked import grad_of, take_grad
+from layerwise.memory.hooked import grad_of, grads_of, take_grad
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
 
@@ -43,6 +43,10 @@ class Gradients(Protocol):
     """Brings gradients to shards."""
 
     said: Said
+    are_reduced: bool
+    """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
+    are_copies: bool
+    """Whether somebody else has made all of them the same on every rank."""
     when_dropped: Callable[[], None]
     """Called when gradients are forgotten whose reduction has begun: all ranks have to forget the same."""
 
@@ -69,10 +73,6 @@ class Gradients(Protocol):
         """Add what came late, of these params: the same ones on every rank."""
 
     @property
-    def are_reduced(self) -> bool:
-        """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
-
-    @property
     def common_divisor(self) -> float:
         """What makes averages of most sums: norms are taken of sums that have this one."""
 
@@ -95,6 +95,7 @@ class OwnGradients:
     late. From then on all of them take part in every step, also who has none.
     """
 
+    are_copies = False
     are_reduced = True
     common_divisor = 1.0
 
@@ -211,6 +212,72 @@ class OwnGradients:
         self._bound = []
         for _, shard in self._shards:
             shard.update = self._nothing
+
+
+class CopiedGradients:
+    """The params' own `.grad`, which somebody else has made the same on every rank, where weights are in our buffers. Each
+    shard's part is copied to its update, and nothing else: they stay as they are, for whoever clips, logs or zeroes them."""
+
+    are_copies = True
+    late: frozenset[str] = frozenset()
+    are_reduced = True
+    common_divisor = 1.0
+
+    def __init__(self, storage: Storage) -> None:
+        self.said = Said()
+        self.when_dropped: Callable[[], None] = lambda: None
+        self._params = storage.params
+        self._parts = [
+            (span.fqn, slice(span.start, span.stop), shard.update[span.part])
+            for shard in storage.shards
+            for span in shard.spans
+        ]
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(grad is not None for grad in grads_of(self._params.values()))
+
+    @property
+    def arrived(self) -> frozenset[str]:
+        grads = zip(self._params, grads_of(self._params.values()), strict=True)
+        return frozenset(fqn for fqn, grad in grads if grad is not None)
+
+    def check(self) -> None:
+        check_dense(self._params)
+
+    @torch.no_grad()
+    def finish(self) -> frozenset[str]:
+        found: list[Tensor] = []
+        filled: list[Tensor] = []
+        for fqn, part, update in self._parts:
+            grad = grad_of(self._params[fqn])
+            if grad is None or grad.is_sparse:
+                update.zero_()
+            else:
+                found.append(grad.detach().reshape(-1)[part])
+                filled.append(update)
+        if filled:
+            torch._foreach_copy_(filled, found)
+        return frozenset(self._params) - self.arrived
+
+    def reduce_again(self, fqns: Iterable[str]) -> None:
+        """Nothing is on its way."""
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def divisor_of(self, shard: Shard) -> float:
+        return 1.0
+
+    def forget(self) -> None:
+        self.said = Said()
+
+
+def check_dense(params: Mapping[str, Tensor]) -> None:
+    """Raise for a param whose own gradient is sparse, by name."""
+    for fqn, grad in zip(params, grads_of(params.values()), strict=True):
+        if grad is not None:
+            refuse_sparse(fqn, grad)
 
 
 def _flat(grad: Tensor) -> Tensor:

@@ -116,6 +116,8 @@ class Storage:
 
     def _gradients(self, buffer: BufferPlan) -> tuple[Tensor | None, GradRing | None]:
         dtype = torch_dtype(self.plan.grad_dtype)
+        if not buffer.has_grads:
+            return None, None
         if self.plan.leases_grads(buffer):
             return None, GradRing(max(bucket.numel for bucket in buffer.buckets), dtype, self.device)
         return torch.zeros(buffer.numel, dtype=dtype, device=self.device), None

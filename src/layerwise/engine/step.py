@@ -180,7 +180,8 @@ class Stepper:
         )
         divisors = self._divisors()
         totals = self._stats_pass.reduce(seen, divisors)
-        if totals.late and totals.consistent:
+        is_partial = gradients.are_reduced and bool(totals.partly_missing)  # then not all would take part
+        if totals.late and totals.consistent and not is_partial:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
             totals = self._stats_pass.reduce(replace(seen, late=gradients.late), divisors)

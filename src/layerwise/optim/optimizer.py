@@ -12,18 +12,14 @@ from torch import Tensor, nn
 from layerwise.comm.groups import (
     ProcessGroup,
     agree,
-    alone,
     any_rank,
-    check_still_alone,
-    default_world,
     derive_together,
 )
 from layerwise.comm.roster import check_alike
-from layerwise.comm.sharded import groups_of, is_sharded, like, placements_of, reshard
+from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
 from layerwise.engine.algorithms import LiveOptions
-from layerwise.engine.engine import Engine, Settings
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.param_groups import live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
@@ -31,28 +27,34 @@ from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
 from layerwise.errors import StateError, warn
-from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
-from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.models.tracing import never_traced
+from layerwise.optim.engines import Asked, Reduced, engine_of
 from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
 from layerwise.routing.rules import RouteRule
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Steps a `DataParallel` model, a module that torch's `fully_shard` or `parallelize_module` has cut, or a plain one in a
-    single process.
+    """Steps a `DataParallel` model, a `DistributedDataParallel` one, a module that torch's `fully_shard` or
+    `parallelize_module` has cut, or a plain one in a single process.
 
-    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called.
+    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Gradients
+    that somebody else has reduced are left as they are: call `zero_grad()`, as with any torch optimizer.
 
     Args:
-        model: a `DataParallel`, or an `nn.Module`, whose params may be DTensors.
+        model: a `DataParallel`, a `DistributedDataParallel`, or an `nn.Module`, whose params may be DTensors.
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
         strict: strict routing for a plain module, as in `DataParallel`.
+        gradients: "reduced" for a plain module on several ranks whose `.grad`s are the same on all of them by the time of
+            `step()`, because it will be wrapped in a `DistributedDataParallel`, as trainers do, or reduced by hand. A
+            `DistributedDataParallel` is known to be that.
+        layout: where optimizer state lives, with reduced gradients: as in `DataParallel`. All but "replicated" shard it.
+        check_replicas: with reduced gradients, compare a hash of all weights and gradients across ranks at every step, and
+            not at the first only; slow, for debugging.
         process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
@@ -77,6 +79,9 @@ class Optimizer(torch.optim.Optimizer):
         other: Rule,
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
+        gradients: Reduced | None = None,
+        layout: str | None = None,
+        check_replicas: bool = False,
         process_group: ProcessGroup | None = None,
         clip_grad_norm: float | None = None,
         clip: ClipScope = "all",
@@ -89,12 +94,20 @@ class Optimizer(torch.optim.Optimizer):
         strict_grads: bool = False,
         max_skipped: int | None = None,
     ) -> None:
-        self._engine = _engine_of(model, rules, strict, process_group)
+        asked = Asked(
+            rules=rules,
+            strict=strict,
+            gradients=gradients,
+            layout=layout,
+            check_replicas=check_replicas,
+            process_group=process_group,
+        )
+        self._engine = engine_of(model, asked)
         plan = self._engine.plan
         self._is_sealed = self._has_said_part = False
 
         def plan_arguments() -> StepPlan:
-            self._refuse(rules, strict)
+            self._refuse(asked)
             return StepPlan(
                 groups=plan_groups(plan, matrix=matrix, other=other),
                 norm_group_of=assign_norm_groups(
@@ -131,17 +144,32 @@ class Optimizer(torch.optim.Optimizer):
         home_state = self._stepper.update.home_state_by_fqn()
         for fqn, tensors in self._stepper.update.state_by_fqn().items():
             param = self._engine.storage.params[fqn]
-            if not self._is_wrapped:  # then state lies as its param does
+            if plan.options.memory == "params":  # then state lies as its param does
                 tensors = {STEP: self._steps, **{name: like(param, tensor) for name, tensor in tensors.items()}}
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self._engine.attach(self)
 
-    def _refuse(self, rules: object, strict: bool) -> None:
+    def _refuse(self, asked: Asked) -> None:
         """Raise for what a wrapped model does not take."""
-        if self._is_wrapped and (rules is not None or strict):
+        if self._is_wrapped and (asked.rules is not None or asked.strict):
             raise ValueError(
                 "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
             )
+        if self._is_wrapped and asked.gradients is not None:
+            raise ValueError(
+                f"gradients={asked.gradients!r} was passed to the Optimizer of a layerwise.DataParallel, which reduces gradients itself: "
+                "leave it out, or pass the module that it was made of."
+            )
+        gradients = self._engine.gradients
+        for name, is_given, is_for_it in (
+            ("layout", asked.layout is not None, gradients.are_copies),
+            ("check_replicas", asked.check_replicas, gradients.are_reduced),
+        ):
+            if is_given and not is_for_it:
+                where = "DataParallel" if self._is_wrapped else "an Optimizer with gradients='reduced'"
+                raise ValueError(
+                    f"{name} was passed to the Optimizer of a model whose gradients nobody else reduces: it is for {where}."
+                )
         self._engine.check_bound()
         if self._engine.optimizer is not None:
             gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
@@ -154,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _is_wrapped(self) -> bool:
         """Whether gradients go to buckets, and not to the params' own `.grad`."""
-        return self._engine.plan.options.memory == "buffers"
+        return self._engine.plan.options.reduces
 
     @property
     def plan(self) -> Plan:
@@ -339,35 +367,3 @@ def _in_words(group: Mapping[str, object]) -> dict[str, str]:
         for name, value in sorted(group.items())
         if name not in ("params", "fqns", "name")
     }
-
-
-def _engine_of(
-    model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool, process_group: ProcessGroup | None
-) -> Engine:
-    """The engine of a wrapped model, or a new one for a module that stays as it is: sharded by others, or in a single
-    process."""
-    engine = getattr(model, "engine", None)
-    if isinstance(engine, Engine):
-        check_still_alone(engine.groups)
-        return engine
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            "model is a DistributedDataParallel, which averages gradients and keeps every weight and all optimizer state on every "
-            "rank. Pass layerwise.DataParallel(module) in its place, made from the module that it wraps (model.module)."
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
-        )
-    settings = Settings(options=Options(rules=rules, strict=strict, memory="params"), overlap_grad_reduce=False)
-    reshard((model,))
-    params = dict(named_params(model))
-    if any(map(is_sharded, params.values())):
-        groups, placed = placements_of(groups_of(params, process_group), params, domains_by_prefix(model))
-        return Engine((model,), groups, settings, placed)
-    if default_world() > 1:
-        raise ValueError(
-            f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
-            "Wrap it: layerwise.DataParallel(module)."
-        )
-    return Engine((model,), alone(), settings)

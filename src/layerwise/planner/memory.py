@@ -35,8 +35,8 @@ class Memory:
     params: int
     """Replicas, padding included, and frozen params."""
     grads: int
-    """Full gradients (or the slots they are leased from), shards apart from them, and the fp32 copies that updates are
-    computed in where gradients are narrower."""
+    """Full gradients (or the slots they are leased from; the params' own, where others reduce them), shards apart from them,
+    and the fp32 copies that updates are computed in where gradients are narrower."""
     masters: int
     """Nothing where params are fp32: their own shard is the master."""
     state: int
@@ -168,6 +168,8 @@ def _is_ordered(buffer: BufferPlan) -> bool:
 
 def _full_grads(plan: Plan, buffer: BufferPlan) -> int:
     """Memory in which backward accumulates."""
+    if not buffer.has_grads:
+        return buffer.param_numel * buffer.key.dtype.itemsize
     if plan.leases_grads(buffer):
         slots = min(GRAD_SLOTS, len(buffer.buckets))
         return slots * max(bucket.numel for bucket in buffer.buckets) * plan.grad_dtype.itemsize
@@ -176,6 +178,8 @@ def _full_grads(plan: Plan, buffer: BufferPlan) -> int:
 
 def _bytes_per_held_element(plan: Plan, buffer: BufferPlan) -> int:
     """Bytes of a shard of the reduced gradient and of its fp32 copy, where they do not lie in the full gradient."""
+    if not buffer.has_grads:
+        return _FP32
     # An ordered sum is taken in fp32 and stays that.
     shard = DType.FP32 if _is_ordered(buffer) else plan.grad_dtype
     apart = plan.leases_grads(buffer) or shard is not plan.grad_dtype

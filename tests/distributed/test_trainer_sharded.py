@@ -1,4 +1,4 @@
-"""The trainer's model as torch cuts it (FSDP, HSDP, tensor and expert parallelism) trains like one process that has it whole."""
+"""The trainer's model as torch cuts it (FSDP, HSDP, tensor and expert parallelism) or wraps it (DDP) trains like one process that has it whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TOLERANCE = 2e-6
 ranks. Sums over ranks and products of cut matrices round in another order. The mistakes of the controls are off by 1e-3."""
 
 MOE = {"n_experts": 4, "top_k": 2, "expert_hidden": 8, "router_penalty": 0.05}
-MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp": ({"ddp": True}, {}),
     "fsdp": ({"fsdp": 2}, {}),
     "hsdp": ({"replicate": 2, "fsdp": 2}, {}),
     "copies": ({"replicate": 2}, {"tie_embeddings": True}),
@@ -54,7 +55,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def config_of(text: str, name: str, steps: int, *, alone: bool = False, **parallel: Any) -> TrainConfig:
     """A run on a mesh, or the same samples in one process: as many microbatches as there are ranks that read their own."""
     sizes, model = MESHES[name]
-    readers = sizes.get("replicate", 1) * sizes.get("fsdp", 1)
+    readers = ranks_of(name) // sizes.get("tp", 1)
     train = {"steps": steps, "eval_every": 0, "accumulation": 2 * readers if alone else 2}
     config = small_config(text, model=model, parallel={} if alone else {**sizes, **parallel}, train=train)
     return replace(config, optim=replace(config.optim, lr=4e-3, other_lr=2e-3))
@@ -62,7 +63,7 @@ def config_of(text: str, name: str, steps: int, *, alone: bool = False, **parall
 
 def ranks_of(name: str) -> int:
     sizes, _ = MESHES[name]
-    return sizes.get("replicate", 1) * sizes.get("fsdp", 1) * sizes.get("tp", 1)
+    return 2 if "ddp" in sizes else sizes.get("replicate", 1) * sizes.get("fsdp", 1) * sizes.get("tp", 1)
 
 
 def curve_of(config: TrainConfig, world: int) -> Curve:
@@ -79,7 +80,7 @@ def test_ten_steps_are_those_of_one_process(text: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp x tp", "ep x fsdp"])
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp x tp", "ep x fsdp", "ddp"])
 def test_a_hundred_steps_follow_the_curve_of_one_process(text: str, name: str) -> None:
     alone = train_on_rank(0, 1, config_of(text, name, 100, alone=True))
     assert largest_difference(curve_of(config_of(text, name, 100), ranks_of(name)), alone) < TOLERANCE

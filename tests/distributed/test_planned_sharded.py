@@ -8,7 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from layerwise.cli import inspect
+from layerwise.cli.meta import shapes_only
 from layerwise.comm.joining import Ranks
 from layerwise.comm.sharded import local_of
 from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, resolve_model
@@ -20,7 +23,7 @@ from layerwise.models.table import param_table, torch_dtype
 from layerwise.planner.memory import memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.train.loop import prepare
-from layerwise.train.model import build_gpt
+from layerwise.train.model import GPT, build_gpt
 from tests.distributed.test_planned_bytes import watched
 from tests.distributed.trainer_jobs import CPU, several, small_config
 from tests.marks import sampled
@@ -56,10 +59,14 @@ def config_of(text: str, name: str, rule: str, precision: str) -> TrainConfig:
     return replace(config, optim=replace(config.optim, rule=rule, ns_dtype="bf16"))
 
 
+def dtype_of(config: TrainConfig) -> torch.dtype:
+    return torch_dtype(DType(config.train.precision))
+
+
 def planned(config: TrainConfig, sizes: MeshSizes) -> tuple[Plan, Rules]:
     """From the whole model's table alone."""
     rules = Rules(matrix=matrix_rule(config.optim), other=other_rule(config.optim))
-    module = build_gpt(resolve_model(config.model), seed=0, dtype=torch_dtype(DType(config.train.precision)))
+    module = build_gpt(resolve_model(config.model), seed=0, dtype=dtype_of(config))
     table = param_table(module)
     options = Options(memory="params", cost=rules.cost)
     return make_plan(table, options, world=sizes.world, placed=placements_for(table, sizes)), rules
@@ -80,8 +87,11 @@ def differences(rank: int, world: int, text: str, name: str, rule: str, precisio
     with watched(SimpleNamespace(engine=engine), memory.slots - slots.plan.own_nbytes) as watch:
         run.optimizer.step()
     is_fp32 = precision == "fp32"
+    with shapes_only():
+        inspected = inspect.plan_for(GPT(resolve_model(config.model)).to(dtype_of(config)), config, (), world)
     found = {
         "digest": run.optimizer.plan.digest,
+        "inspected": inspected.digest,
         "params": sum(local_of(param).nbytes for param in run.model.parameters()),
         "grads": sum(grad.nbytes + (0 if is_fp32 else 4 * grad.numel()) for grad in grads),
         "masters": 0 if is_fp32 else sum(shard.master.nbytes for shard in shards),
@@ -96,6 +106,7 @@ def differences(rank: int, world: int, text: str, name: str, rule: str, precisio
     }
     expected = {
         "digest": plan.digest,
+        "inspected": plan.digest,
         "params": memory.params,
         "grads": memory.grads,
         "masters": memory.masters,

@@ -13,10 +13,11 @@ from unittest import mock
 import pytest
 
 from layerwise.comm.dispatch import ExpertRanks
+from layerwise.comm.joining import Ranks
 from layerwise.comm.tensor_parallel import TensorRanks
 from layerwise.config.schema import TrainConfig
 from layerwise.train import loop
-from tests.distributed.trainer_jobs import Curve, largest_difference, several, small_config, train_on_rank
+from tests.distributed.trainer_jobs import CPU, Curve, largest_difference, several, small_config, train_on_rank
 from tests.marks import sampled
 from tests.ranks import raised, run_ranks
 
@@ -137,10 +138,11 @@ def test_control_mistakes_are_seen(text: str, how: str) -> None:
 
 def _settings(rank: int, world: int, config: TrainConfig) -> dict[str, Any]:
     """What a run says of itself, after three steps."""
-    from layerwise.comm.joining import Ranks
-    from tests.distributed.trainer_jobs import CPU
+    from layerwise.comm import cutting
 
-    run = loop.prepare(config, Ranks(rank=rank, world=world, local_rank=rank, device=CPU))
+    with mock.patch.object(cutting, "fully_shard", wraps=cutting.fully_shard) as asked:
+        run = loop.prepare(config, Ranks(rank=rank, world=world, local_rank=rank, device=CPU))
+    calls = [call.kwargs for call in asked.call_args_list]
     for step in range(1, 4):
         run.train_step(step)
     record = run.record()
@@ -150,17 +152,21 @@ def _settings(rank: int, world: int, config: TrainConfig) -> dict[str, Any]:
         "routing": record.routing,
         "tokens": record.tokens_per_step,
         "is as planned": planned == dict(run.optimizer.stats.bytes_by_collective),
+        "reshards": {call["reshard_after_forward"] for call in calls},
+        "reduces in": {str(call["mp_policy"].reduce_dtype) for call in calls},
         "dtypes": {str(param.dtype) for param in run.model.parameters()},
     }
 
 
 def test_a_run_says_how_it_is_cut_and_counts_each_sample_once(text: str) -> None:
-    config = config_of(text, "fsdp x tp", 3)
+    config = config_of(text, "fsdp x tp", 3, reshard_after_forward=False, grad_dtype="bf16")
     for found in run_ranks(4, _settings, replace(config, train=replace(config.train, precision="bf16"))):
         assert found["layout"] == "as params are (fsdp=2 times tp=2)"
         assert found["tokens"] == 2 * 2 * 2 * 8  # sequences, microbatches and ranks that read, of 8 bytes
         assert not found["routing"].startswith("on rank 0")
         assert found["is as planned"]
+        assert found["reshards"] == {False}
+        assert found["reduces in"] == {"torch.bfloat16"}
         assert found["dtypes"] == {"torch.bfloat16"}
 
 

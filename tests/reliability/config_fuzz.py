@@ -88,6 +88,7 @@ _CERTAINLY_WRONG: tuple[tuple[str, str], ...] = (
     *(("--data.path", "/no/such/place"), ("--train.out-dir", "/dev/null/x"), ("--optim.momentum", "1"), (".", "")),
     *(("--optim.coefficients", "magic"), ("--model.head-dim", "3"), ("--schedule.min-lr-ratio", "2")),
     *(("--model.n-experts", "1"), ("--model.top-k", "0"), ("--parallel.pp", "0"), ("--parallel.schedule", "zb")),
+    *(("--parallel.fsdp", "0"), ("--parallel.tp", "-2"), ("--parallel.replicate", "x"), ("--parallel.ddp", "maybe")),
 )
 
 
@@ -330,6 +331,14 @@ def make_small(rng: random.Random, folder: Path) -> tuple[TrainConfig, int]:
     return load_settings(None, [Override(f"--{path}", (value,)) for path, value in chosen.items()]).config, world
 
 
+_OF_TORCH = {
+    "parallel.layout": "auto",
+    "parallel.reducer": "collective",
+    "parallel.bucket_mib": "none",
+    "parallel.overlap_grad_reduce": "true",
+}
+"""What a model has to do without that torch wraps or cuts."""
+
 _ARRANGEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
     (1, {}),
     (1, {"model.n_experts": "4"}),
@@ -346,6 +355,11 @@ _ARRANGEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
             "train.accumulation": "2",
         },
     ),
+    (2, {**_OF_TORCH, "parallel.fsdp": "2"}),
+    (2, {**_OF_TORCH, "parallel.replicate": "2"}),
+    (2, {**_OF_TORCH, "parallel.tp": "2", "model.hidden": "24"}),
+    (2, {**_OF_TORCH, "parallel.fsdp": "2", "parallel.ep": "2", "model.n_experts": "4"}),
+    (2, {**_OF_TORCH, "parallel.ddp": "true", "parallel.grad_dtype": "fp32"}),
 )
 """Numbers of ranks, and what must be set for them."""
 

@@ -35,7 +35,7 @@ from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_m
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override
 from layerwise.config.rules import Muon, Rule
-from layerwise.config.schema import TrainConfig, matrix_rule, other_rule
+from layerwise.config.schema import TrainConfig, is_sharded, matrix_rule, other_rule
 from layerwise.errors import ConfigError, Problem
 from layerwise.layout.cost import NewtonSchulz
 from layerwise.layout.plan import Plan
@@ -193,18 +193,27 @@ def _plan_and_rows(
 
 
 def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int) -> Plan:
-    """The plan that `DataParallel` would make of the module on `world` ranks."""
+    """The plan that the trainer would make of the module on `world` ranks, or on those of the mesh that torch cuts it over."""
     from layerwise.dtypes import DType
     from layerwise.engine import engine
     from layerwise.layout.options import Options, bucket_numel_of
+    from layerwise.layout.placing import MeshSizes, placements_for
+    from layerwise.models.table import param_table
 
-    dtype = DType(config.parallel.grad_dtype)
+    parallel = config.parallel
+    if is_sharded(parallel):
+        sizes = MeshSizes(parallel.replicate, parallel.fsdp, parallel.tp, parallel.ep)
+        options = Options(rules=rules, strict=config.routing.strict, memory="params", gradients="params")
+        placed = placements_for(param_table(module), sizes)
+        return engine.plan_for((module,), options, world=sizes.world, placed=placed)
+    dtype = DType(parallel.grad_dtype)
     options = Options(
-        layout=config.parallel.layout,
+        layout=parallel.layout,
         rules=rules,
         strict=config.routing.strict,
         grad_dtype=dtype,
-        bucket_numel=bucket_numel_of(config.parallel.bucket_mib, dtype),
+        bucket_numel=bucket_numel_of(parallel.bucket_mib, dtype),
+        gradients="params" if parallel.ddp else "buckets",
     )
     return engine.plan_for((module,), options, world=world)
 

@@ -137,6 +137,14 @@ def sizes_in_words(parallel: ParallelConfig) -> str:
     return " times ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
 
 
+def cut_in_words(parallel: ParallelConfig) -> str:
+    """What torch makes of the model, for people: ` (fsdp=4, experts over 2)`, ` (ddp)`; empty where it is ours."""
+    if parallel.ddp:
+        return " (ddp)"
+    experts = f", experts over {parallel.ep}" if parallel.ep > 1 else ""
+    return f" ({sizes_in_words(parallel)}{experts})" if is_sharded(parallel) else ""
+
+
 def _sharding_problems(config: TrainConfig) -> Iterator[Problem]:
     """What does not go together with a model that torch cuts."""
     parallel = config.parallel

@@ -22,7 +22,7 @@ import layerwise
 from layerwise.comm import joining
 from layerwise.comm.scopes import scope
 from layerwise.config.load import dump_json
-from layerwise.config.parallelism import sizes_in_words, world_problems
+from layerwise.config.parallelism import cut_in_words, world_problems
 from layerwise.config.schema import TrainConfig, is_sharded, matrix_rule, other_rule, qk_clip_of, resolve_model
 from layerwise.config.validate import TRACED_STEPS
 from layerwise.errors import ConfigError, Problem
@@ -194,7 +194,6 @@ class Run:
         plan, parallel = self.optimizer.plan, self.config.parallel
         # With a pipeline or expert ranks of ours no rank's plan has all params; the first rank speaks for its own.
         whose = "on rank 0: " if parallel.pp * parallel.ep > 1 and not is_sharded(parallel) else ""
-        cut = f" ({sizes_in_words(parallel)})" if is_sharded(parallel) else ""
         return RunRecord(
             layerwise=layerwise.__version__,
             torch=str(torch.__version__),
@@ -203,7 +202,7 @@ class Run:
             device=self.ranks.device.type,
             num_params=count_params(resolve_model(self.config.model)),
             routing=whose + summarise(plan.routes, plan.table),
-            layout=plan.layout_label + cut,
+            layout=plan.layout_label + cut_in_words(parallel),
             plan_digest=plan.digest,
             data_digest=self.corpus.digest,
             train_bytes=self.corpus.train.numel(),

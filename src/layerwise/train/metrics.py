@@ -75,7 +75,7 @@ class StepRecord:
     """Mean time of a step, without validation."""
     tokens_per_s: float
     bytes_sent: int
-    """Bytes this rank handed to collectives at this step."""
+    """Bytes this rank handed to collectives at this step; of a model that torch cuts or wraps, in the optimizer's step alone."""
     elapsed_s: float
     """Since the loop began, validation included."""
 

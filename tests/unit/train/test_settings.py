@@ -38,6 +38,8 @@ PARALLEL: dict[str, Any] = {
 OTHER_WAY: dict[str, Any] = {"layout": "flat", "overlap_param_gather": False, "staging": "gradients"}
 OF_A_PIPELINE = {"pp", "ep", "chunks", "schedule"}
 """What decides which modules there are and who runs them: `test_trainer_pp` and `test_trainer_moe`."""
+OF_TORCH = {"fsdp", "replicate", "tp", "reshard_after_forward", "ddp"}
+"""Several ranks show these: tests/distributed/test_trainer_sharded.py."""
 
 DECAY: dict[str, Any] = {"weight_decay": 0.3, "weight_decay_mode": "independent"}
 OPTIM = OptimConfig(
@@ -107,7 +109,7 @@ def as_asked(run: Run, asked: dict[str, Any]) -> dict[str, Any]:
 
 def test_every_setting_of_the_parallelism_reaches_the_model(config: TrainConfig) -> None:
     settings = {field.name: field.default for field in fields(ParallelConfig)}
-    assert {*PARALLEL, *OTHER_WAY, *OF_A_PIPELINE} == set(settings)
+    assert {*PARALLEL, *OTHER_WAY, *OF_A_PIPELINE, *OF_TORCH} == set(settings)
     for asked in (PARALLEL, OTHER_WAY):
         assert all(value != settings[name] for name, value in asked.items())
         assert as_asked(prepare(replace(config, parallel=ParallelConfig(**asked)), ALONE), asked) == asked

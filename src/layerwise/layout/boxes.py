@@ -211,6 +211,9 @@ class BoxShards:
     def shard_numel(self, rank: int) -> int:
         return self.boxes.numels[rank]
 
+    def shard_numels(self) -> tuple[int, ...]:
+        return self.boxes.numels
+
     def spans(self, rank: int) -> tuple[Span, ...]:
         box = self.boxes.by_rank[rank]
         if not box.numel:

@@ -200,9 +200,9 @@ def received_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, 
             totals[cohort], held[cohort] = ([0] * work.world, [0] * work.world), _Held(work.world)
         there, back = totals[cohort]
         runs = param.plan.holders(matrix)
-        held[cohort].add(runs, homes[0])
+        first_holds = held[cohort].add(runs, homes[0])
         for home in homes:
-            at_home = sum(count for first, stop, count in runs if first <= home < stop)
+            at_home = first_holds if home == homes[0] else sum(n for first, stop, n in runs if first <= home < stop)
             there[home] += matrix.rows * matrix.cols - at_home
             back[home] -= at_home
     for cohort, (_, back) in totals.items():

@@ -53,6 +53,9 @@ class ShardPlan(Protocol):
     def shard_numel(self, rank: int) -> int:
         """Elements of a rank's shard, padding included."""
 
+    def shard_numels(self) -> tuple[int, ...]:
+        """Elements of every rank's shard."""
+
     def spans(self, rank: int) -> tuple[Span, ...]:
         """What a rank's shard has of the params, in order."""
 

@@ -115,15 +115,11 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
         state = _plus(state, held, _FP32 * len(rules.of(buffer.key.family).state_names))
         reducing = _plus(reducing, spread(_reduction_staging(plan, buffer), plan.world))
     own = [0] * plan.world
-    for shard in plan.own:
-        (param,) = map(plan.table.find, shard.fqns)
-        held = spread([shard.shard_numel(rank) for rank in range(shard.world)], plan.world)
-        own = _plus(own, held, param.dtype.itemsize)
-        # A gradient has the dtype of its param, and is worked on in fp32: where it is, if it is that already.
-        is_fp32 = param.dtype is DType.FP32
-        grads = _plus(grads, held, _FP32 if is_fp32 else param.dtype.itemsize + _FP32)
-        masters = _plus(masters, held, 0 if is_fp32 else _FP32)
-        state = _plus(state, held, _FP32 * len(rules.of(plan.routes[param.fqn].family).state_names))
+    for held, (of_params, of_grads, of_masters, of_state) in _own_by_numels(plan, rules):
+        own = _plus(own, held, of_params)
+        grads = _plus(grads, held, of_grads)
+        masters = _plus(masters, held, of_masters)
+        state = _plus(state, held, of_state)
     batches, at_work = [0] * plan.world, [0] * plan.world
     passages: list[list[list[int]]] = []
     if isinstance(rules.matrix, Muon):
@@ -145,6 +141,28 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
 
 def _plus(totals: Sequence[int], more: Sequence[int], times: int = 1) -> list[int]:
     return list(map(add, totals, (value * times for value in more))) if times else list(totals)
+
+
+def _own_by_numels(plan: Plan, rules: Rules) -> Iterator[tuple[list[int], tuple[int, int, int, int]]]:
+    """Of params in memory of their own, those together that are cut alike: elements per rank, and for each of them bytes of
+    params, gradients, masters and state. There are hundreds of params, and thousands of ranks."""
+    found: dict[int, tuple[tuple[int, ...], list[int]]] = {}  # those that are cut alike share one tuple
+    for shard in plan.own:
+        (param,) = map(plan.table.find, shard.fqns)
+        numels = shard.shard_numels()
+        _, sums = found.setdefault(id(numels), (numels, [0, 0, 0, 0]))
+        # A gradient has the dtype of its param, and is worked on in fp32: where it is, if it is that already.
+        is_fp32 = param.dtype is DType.FP32
+        states = len(rules.of(plan.routes[param.fqn].family).state_names)
+        more = (
+            param.dtype.itemsize,
+            _FP32 + (0 if is_fp32 else param.dtype.itemsize),
+            0 if is_fp32 else _FP32,
+            _FP32 * states,
+        )
+        sums[:] = map(add, sums, more)
+    for numels, (params, grads, masters, state) in found.values():
+        yield spread(numels, plan.world), (params, grads, masters, state)
 
 
 # -- what stays --------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ class Stepper:
 
     def free(self) -> None:
         """Let go of staging memory."""
-        self.update.slots.free()
+        self.update.free()
 
     def refuse_half_way(self) -> None:
         """Raise if a step ended in between."""

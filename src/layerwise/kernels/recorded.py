@@ -19,7 +19,7 @@ from layerwise.kernels.newton_schulz import orthogonalize
 
 RECORDED_NUMEL = 16 * 1024 * 1024
 """Elements of the largest batch that is recorded: what is larger keeps the card busy for longer than the host needs."""
-RECORDED_TOTAL = 8 * RECORDED_NUMEL
+RECORDED_TOTAL = 4 * RECORDED_NUMEL
 """Elements of all batches that are recorded: what they are read from and written to stays allocated."""
 _WARM = 2
 """Calls before a batch is recorded: kernels are compiled by then, and what comes once only is not worth it."""

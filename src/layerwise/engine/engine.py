@@ -17,15 +17,15 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, device_of, share, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
+from layerwise.engine.comparing import first_difference
 from layerwise.engine.gradients import CopiedGradients, Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer, StepCount
 from layerwise.engine.traffic import Traffic
 from layerwise.errors import PlanMismatchError, StateError, listed, warn
-from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.memory.hooked import claim, grads_of, hook, is_claimed, unhook
+from layerwise.memory.hooked import claim, hook, is_claimed, unhook
 from layerwise.memory.storage import Storage, one_device
 from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
 from layerwise.models.tree import ModuleTree
@@ -126,18 +126,6 @@ def _is_channels_last(param: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     own = formats.get(param.ndim)
     return own is not None and not param.is_contiguous() and param.is_contiguous(memory_format=own)
-
-
-def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> tuple[int, int] | None:
-    """The first tensor whose bits are not those of rank 0 on some rank, and that rank. The same answer on every rank."""
-    if not tensors:
-        return None
-    rows = communicator.gather_numbers(torch.cat([hash_bits(tensor) for tensor in tensors]), label="replicas").cpu()
-    differing = (rows != rows[0]).nonzero()
-    if not len(differing):
-        return None
-    rank, number = differing[differing[:, 1].argmin()].tolist()
-    return number // 2, rank
 
 
 class Steps(Protocol):
@@ -357,12 +345,12 @@ class Engine:
         problem = ""
         for domain, communicator in sorted(self.communicators.items()):
             replicas = [replica for replica in self.storage.replicas if replica.plan.domain == domain]
-            differs = _first_difference([replica.weights for replica in replicas], communicator)
+            differs = first_difference([replica.weights for replica in replicas], communicator)
             if differs is not None and not problem:
                 number, rank = differs
                 plan = replicas[number].plan
                 params = [self.storage.params[placement.fqn].detach().view(-1) for placement in plan.placements]
-                which = _first_difference(params, communicator)
+                which = first_difference(params, communicator)
                 name = plan.placements[which[0] if which else 0].fqn
                 problem = (
                     f"param {name!r} ({plan.label}) has other values on rank {rank} of domain {domain!r} than on rank 0: a step "
@@ -372,22 +360,6 @@ class Engine:
         problems = [text for facts in told if (text := str(facts["problem"]))]
         if problems:
             raise StateError(problems[0])
-
-    def check_gradients(self) -> None:
-        """Raise on every rank, naming a param, unless all ranks have the same gradients: somebody else was to reduce them."""
-        params = sorted(self.storage.params.items())
-        nothing = torch.empty(0, device=self.storage.device)
-        grads = zip(params, grads_of(param for _, param in params), strict=True)
-        flat = [nothing if grad is None else grad.detach().reshape(-1) for _, grad in grads]
-        differs = _first_difference(flat, self.everyone)
-        if differs is not None:
-            number, rank = differs
-            raise StateError(
-                f"the gradient of param {params[number][0]!r} has other values on rank {rank} than on rank 0: nobody has reduced it, "
-                "and weights would drift apart. The last backward before step() must be a synchronised one (outside of no_sync()) of "
-                "the DistributedDataParallel, through its own forward; or wrap the module in layerwise.DataParallel, which reduces "
-                "gradients itself."
-            )
 
     def free_buffers(self) -> None:
         """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""

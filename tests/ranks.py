@@ -33,6 +33,7 @@ _CONTEXT.set_forkserver_preload(
         "tests.distributed.jobs",
         "tests.reliability.misuse",
         "tests.walks",
+        "tests.mesh_zoo",
     ]
 )
 

@@ -345,7 +345,10 @@ def missing_on_one(rank: int, world: int) -> list[Any]:
 
 def test_a_gradient_that_some_ranks_lack_is_refused_and_one_that_all_lack_is_zero() -> None:
     for refused, missing in run_ranks(3, missing_on_one):
-        assert "StateError: no gradient for 'shared.bias (1 of 3 ranks)', while other ranks have one" in refused
+        assert (
+            "StateError: some ranks have a gradient and some have none: 'shared.bias (missing on 1 of 3 ranks)'"
+            in refused
+        )
         assert missing == {"shared.bias": 3}
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from layerwise.comm.sharded import grad_here, is_sharded
 from layerwise.memory.hooked import grad_of, grads_of, take_grad
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
@@ -69,6 +70,14 @@ class Gradients(Protocol):
     def reduce_again(self, fqns: Iterable[str]) -> None:
         """Add what came late, of these params: the same ones on every rank."""
 
+    @property
+    def are_reduced(self) -> bool:
+        """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
+
+    @property
+    def common_divisor(self) -> float:
+        """What makes averages of most sums: norms are taken of sums that have this one."""
+
     def divisor_of(self, shard: Shard) -> float:
         """What makes averages of a shard's sums."""
 
@@ -85,6 +94,8 @@ class OwnGradients:
 
     are_copies = False
     late: frozenset[str] = frozenset()
+    are_reduced = True
+    common_divisor = 1.0
 
     def __init__(self, storage: Storage) -> None:
         self.said = Said()
@@ -103,20 +114,30 @@ class OwnGradients:
         return frozenset(fqn for fqn, param in self._params.items() if grad_of(param) is not None)
 
     def check(self) -> None:
-        check_dense(self._params)
+        for fqn, param in self._params.items():
+            grad = grad_of(param)
+            if grad is not None:
+                refuse_sparse(fqn, grad)
+                if is_sharded(param) and not is_sharded(grad):
+                    raise TypeError(
+                        f"param {fqn!r} is a DTensor and its .grad is not: expected a DTensor with the param's placements, as backward "
+                        "brings it. Make it with torch.distributed.tensor.distribute_tensor()."
+                    )
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
         missing, seen = set(), set()
         self._bound = []
         for fqn, shard in self._shards:
-            grad = grad_of(self._params[fqn])
-            if grad is None or grad.is_sparse:
-                missing.add(fqn)
+            param = self._params[fqn]
+            grad = grad_of(param)
+            if grad is None or grad.is_sparse or is_sharded(grad) is not is_sharded(param):
+                if shard.spans:  # who holds nothing of a param misses nothing
+                    missing.add(fqn)
                 shard.update = torch.zeros_like(shard.master)
                 continue
             self._bound.append(fqn)
-            shard.update = _flat(grad)
+            shard.update = _flat(grad_here(param, grad))
             if shard.update.data_ptr() in seen and shard.update.numel():
                 shard.update = shard.update.clone()  # one tensor as the gradient of two params
             seen.add(shard.update.data_ptr())
@@ -145,6 +166,8 @@ class CopiedGradients:
     shard's part is copied to its update, and nothing else: they stay as they are, for whoever clips, logs or zeroes them."""
 
     are_copies = True
+    are_reduced = True
+    common_divisor = 1.0
     late: frozenset[str] = frozenset()
 
     def __init__(self, storage: Storage) -> None:
@@ -167,7 +190,9 @@ class CopiedGradients:
         return frozenset(fqn for fqn, grad in grads if grad is not None)
 
     def check(self) -> None:
-        check_dense(self._params)
+        for fqn, grad in zip(self._params, grads_of(self._params.values()), strict=True):
+            if grad is not None:
+                refuse_sparse(fqn, grad)
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
@@ -195,13 +220,6 @@ class CopiedGradients:
 
     def forget(self) -> None:
         self.said = Said()
-
-
-def check_dense(params: Mapping[str, Tensor]) -> None:
-    """Raise for a param whose own gradient is sparse, by name."""
-    for fqn, grad in zip(params, grads_of(params.values()), strict=True):
-        if grad is not None:
-            refuse_sparse(fqn, grad)
 
 
 def _flat(grad: Tensor) -> Tensor:

@@ -75,6 +75,8 @@ class Totals:
     """(stage, fqn) of params that got a gradient on some rank after their reduction: it has to be reduced too, by all."""
     nothing_arrived: bool
     """No param has a gradient on any rank."""
+    partly_missing: Mapping[str, tuple[int, int]]
+    """Params that have a gradient on some of the ranks that hold any of them: on how many it is missing, of how many."""
     consistent: bool
     """All ranks of a stage have the same settings, and all copies of a tied weight."""
     problems: int
@@ -154,8 +156,9 @@ class _Parts(NamedTuple):
 class StatsPass:
     """Collects and reduces the statistics of one step's gradients, over all ranks of all stages and domains.
 
-    Every element of every gradient is counted once: by the rank that holds it, by the first of a domain where all of
-    its ranks do, and by the first stage where several have a copy of the weight.
+    Every element of every gradient is counted once: by the rank that holds it, by the first where several hold copies, and
+    by the first stage where several have a copy of the weight. The other copies are looked at too, for inf and NaN: one that
+    only a single replica has would be taken there and nowhere else.
     """
 
     def __init__(
@@ -171,14 +174,12 @@ class StatsPass:
         position = {fqn: index for index, (stage, fqn) in enumerate(self._entries) if stage == self._stage}
         self._position = position
         group_position = {name: index for index, name in enumerate(self.names)}
-        pairs = [
-            (shard, span)
-            for shard in storage.shards
-            if _is_first_copy(shard, engine)
-            for span in shard.spans
-            if shard.plan.copies(span, storage.ranks[shard.plan.domain])[0] == storage.ranks[shard.plan.domain]
-        ]
+        pairs = [(shard, span) for shard in storage.shards if _is_first_copy(shard, engine) for span in shard.spans]
         self._pairs = pairs
+        counts = [
+            shard.plan.copies(span, storage.ranks[shard.plan.domain])[0] == storage.ranks[shard.plan.domain]
+            for shard, span in pairs
+        ]
         self._device = storage.device
         ties = sorted(engine.roster.copies.items())
         self._tie_position = {tie: len(groups.stages) + index for index, (tie, _) in enumerate(ties)}
@@ -193,8 +194,23 @@ class StatsPass:
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
-        self._updates = UpdateParts(((shard, span.part) for shard, span in self._pairs), stay=storage.keeps_updates)
-        self._everywhere = torch.tensor([self._stage_sizes[stage] for stage, _ in self._entries], dtype=torch.float64)
+        self._updates = UpdateParts(((shard, span.part) for shard, span in pairs), stay=storage.keeps_updates)
+        self._counts = torch.tensor(counts, dtype=torch.bool, device=self._device)
+        self._counted_updates = UpdateParts(
+            ((shard, span.part) for (shard, span), is_counted in zip(pairs, counts, strict=True) if is_counted),
+            stay=storage.keeps_updates,
+        )
+        holders = _holders(engine)
+        self._everywhere = torch.tensor(
+            [
+                holders.get(fqn, self._stage_sizes[stage]) if stage == self._stage else self._stage_sizes[stage]
+                for stage, fqn in self._entries
+            ],
+            dtype=torch.float64,
+        )
+        # Where ranks hold different experts under one name, one count is of several params.
+        apart = {fqn for shard in engine.plan.own for fqn in shard.fqns if shard.world < engine.plan.world}
+        self._is_one = torch.tensor([fqn not in apart for _, fqn in self._entries], dtype=torch.bool)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
     @property
@@ -224,11 +240,10 @@ class StatsPass:
         parts.missing.copy_(self._flags(mine.missing))
         vector = known.to(self._device, non_blocking=True)
         parts = self._parts(vector)
-        spans = self._updates.now()
-        sums = square_sums(spans).to(self._device) * self._weights(divisors)
-        parts.groups.copy_(group_sums(sums, self._groups, len(self.names)))
+        sums = square_sums(self._updates.now()).to(self._device) * self._weights(divisors)
+        parts.groups.copy_(group_sums(torch.where(self._counts, sums, 0.0), self._groups, len(self.names)))
         if self._zeros:
-            parts.zeros.add_(count_zeros(spans))
+            parts.zeros.add_(count_zeros(self._counted_updates.now()))
         # Counts are exact in any order.
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
@@ -282,12 +297,21 @@ class StatsPass:
             nonfinite=tuple(map(self._name, self._counted(parts.nonfinite))),
             late=frozenset(self._counted(parts.late)),
             nothing_arrived=torch.equal(parts.missing, self._everywhere),
+            partly_missing={
+                self._name(self._entries[index]): (int(parts.missing[index]), int(self._everywhere[index]))
+                for index in self._partly(parts.missing)
+            },
             consistent=self._is_consistent(parts),
             problems=int(parts.problems),
             scaled=tuple(map(int, parts.scaled.tolist())),
             unscaled=tuple(map(int, parts.unscaled.tolist())),
             divisors=divisors,
         )
+
+    def _partly(self, counts: Tensor) -> list[int]:
+        """Places of the params that were counted on some of their ranks."""
+        found: list[int] = (self._is_one & (counts > 0) & (counts < self._everywhere)).nonzero().flatten().tolist()
+        return found
 
     def _counted(self, counts: Tensor) -> dict[tuple[int, str], int]:
         """The params that were counted anywhere, and how often: few, so the others cost no work of the host's."""
@@ -298,6 +322,15 @@ class StatsPass:
     def _name(self, entry: tuple[int, str]) -> str:
         stage, fqn = entry
         return fqn if len(self._stage_sizes) == 1 else f"{fqn} of stage {stage}"
+
+
+def _holders(engine: Engine) -> dict[str, int]:
+    """How many ranks of this stage hold any of each param that lies in memory of its own. Others come to all of them."""
+    found = {}
+    for shard in engine.plan.own:
+        holding = sum(1 for rank in range(shard.world) if shard.spans(rank))
+        found.update(dict.fromkeys(shard.fqns, holding * (engine.plan.world // shard.world)))
+    return found
 
 
 def _is_first_copy(shard: Shard, engine: Engine) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.groups import (
+    ProcessGroup,
     agree,
     alone,
     any_rank,
@@ -18,10 +19,11 @@ from layerwise.comm.groups import (
     derive_together,
 )
 from layerwise.comm.roster import check_alike
+from layerwise.comm.sharded import groups_of, is_sharded, like, placements_of, reshard
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
 from layerwise.engine.algorithms import LiveOptions
-from layerwise.engine.engine import Engine, Settings, refuse_sharded
+from layerwise.engine.engine import Engine, Settings
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.param_groups import live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
@@ -33,25 +35,28 @@ from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
-from layerwise.models.table import named_params
+from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.models.tracing import never_traced
 from layerwise.optim.reduced import Asked, Reduced, engine_of_ddp, engine_of_reduced, reduced_by
-from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
+from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
 from layerwise.routing.rules import RouteRule
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Steps a `DataParallel` model, a `DistributedDataParallel` one, or a plain module.
+    """Steps a `DataParallel` model, a module that torch's `fully_shard` or `parallelize_module` has cut, a
+    `DistributedDataParallel` one, or a plain one.
 
     `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Gradients
     that somebody else has reduced are left as they are: call `zero_grad()`, as with any torch optimizer.
 
     Args:
-        model: a `DataParallel`, a `DistributedDataParallel`, or a plain `nn.Module`.
+        model: a `DataParallel`, a `DistributedDataParallel`, or an `nn.Module`, whose params may be DTensors.
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
         strict: strict routing for a plain module, as in `DataParallel`.
+        process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes. Of a plain one
+            with reduced gradients, the ranks that they are reduced over; None means all of them.
         gradients: "reduced" for a plain module on several ranks whose `.grad`s are the same on all of them by the time of
             `step()`, because it will be wrapped in a `DistributedDataParallel`, as trainers do, or reduced by hand. A
             `DistributedDataParallel` is known to be that.
@@ -81,6 +86,7 @@ class Optimizer(torch.optim.Optimizer):
         other: Rule,
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
+        process_group: ProcessGroup | None = None,
         gradients: Reduced | None = None,
         layout: str | None = None,
         check_replicas: bool = False,
@@ -95,7 +101,14 @@ class Optimizer(torch.optim.Optimizer):
         strict_grads: bool = False,
         max_skipped: int | None = None,
     ) -> None:
-        asked = Asked(rules=rules, strict=strict, gradients=gradients, layout=layout, check_replicas=check_replicas)
+        asked = Asked(
+            rules=rules,
+            strict=strict,
+            process_group=process_group,
+            gradients=gradients,
+            layout=layout,
+            check_replicas=check_replicas,
+        )
         self._engine = _engine_of(model, asked)
         plan = self._engine.plan
         self._is_sealed = self._has_said_part = False
@@ -134,8 +147,13 @@ class Optimizer(torch.optim.Optimizer):
         self._stepper = Stepper(self._engine, planned, wire_dtypes(self._engine.plan.works, dtypes))
         self._planned_ns_dtypes = self._ns_dtypes()
         check_alike(groups, self._engine.roster, "is updated", self._tie_settings())
+        self._steps = torch.zeros(())
+        home_state = self._stepper.update.home_state_by_fqn()
         for fqn, tensors in self._stepper.update.state_by_fqn().items():
-            self.state[self._engine.storage.params[fqn]] = tensors
+            param = self._engine.storage.params[fqn]
+            if plan.options.memory == "params":  # then state lies as its param does
+                tensors = {STEP: self._steps, **{name: like(param, tensor) for name, tensor in tensors.items()}}
+            self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self._engine.attach(self)
 
     def _refuse(self, asked: Asked) -> None:
@@ -219,6 +237,7 @@ class Optimizer(torch.optim.Optimizer):
         # An update is what it is, also in the middle of a forward's autocast.
         with torch.autocast(self._engine.storage.device.type, enabled=False):
             self._stepper.step(self._live())
+        self._steps.fill_(self._engine.count.steps)
         return loss
 
     @never_traced
@@ -301,6 +320,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.publisher.ensure_all()
         fitting.write(self)
         engine.count.steps = fitting.extra["step"]
+        self._steps.fill_(engine.count.steps)
         if scaler is not None and loaded is not None:
             scaler.load_state_dict(loaded)
         engine.publisher.begin()
@@ -353,7 +373,8 @@ def _in_words(group: Mapping[str, object]) -> dict[str, str]:
 
 
 def _engine_of(model: nn.Module, asked: Asked) -> Engine:
-    """The engine of a wrapped model, or a new one."""
+    """The engine of a wrapped model, or a new one: for a module whose gradients somebody else reduces, or for one that stays
+    as it is, sharded by others or in a single process."""
     engine = getattr(model, "engine", None)
     if isinstance(engine, Engine):
         check_still_alone(engine.groups)
@@ -367,16 +388,20 @@ def _engine_of(model: nn.Module, asked: Asked) -> Engine:
     ddp = reduced_by(model)
     if ddp is not None:
         return engine_of_ddp(ddp, asked)
+    settings = Settings(
+        options=Options(rules=asked.rules, strict=asked.strict, memory="params"), overlap_grad_reduce=False
+    )
+    reshard((model,))
+    params = dict(named_params(model))
+    if any(map(is_sharded, params.values())):
+        groups, placed = placements_of(groups_of(params, asked.process_group), params, domains_by_prefix(model))
+        return Engine((model,), groups, settings, placed)
     if asked.gradients == "reduced":
-        return engine_of_reduced(model, asked)
-    refuse_sharded(dict(named_params(model)))
+        return engine_of_reduced(model, asked, asked.process_group)
     if default_world() > 1:
         raise ValueError(
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. Pass "
             "layerwise.DataParallel(module), which does, or the torch DistributedDataParallel that the module is in; or, if it "
             "will be in one or somebody else reduces gradients before step(), Optimizer(module, gradients='reduced')."
         )
-    settings = Settings(
-        options=Options(rules=asked.rules, strict=asked.strict, memory="params"), overlap_grad_reduce=False
-    )
     return Engine((model,), alone(), settings)

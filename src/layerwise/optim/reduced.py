@@ -28,6 +28,7 @@ class Asked:
 
     rules: Sequence[RouteRule] | None = None
     strict: bool = False
+    process_group: ProcessGroup | None = None
     gradients: Reduced | None = None
     layout: str | None = None
     check_replicas: bool = False

@@ -30,6 +30,7 @@ from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
+from layerwise.engine.update import AtHome
 from layerwise.errors import StateError, listed, warn
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
@@ -39,6 +40,7 @@ from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.models.tracing import never_traced
 from layerwise.optim.reduced import Asked, Reduced, engine_of_ddp, engine_of_reduced, reduced_by
 from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
+from layerwise.optim.whole import part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
 
 
@@ -112,6 +114,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine = _engine_of(model, asked)
         plan = self._engine.plan
         self._is_sealed = self._has_said_part = False
+        self._whole: dict[str, dict[str, Tensor]] | None = None
 
         def plan_arguments() -> StepPlan:
             self._refuse(asked)
@@ -234,6 +237,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._engine.check_bound()
+        self._whole = None
         # An update is what it is, also in the middle of a forward's autocast.
         with torch.autocast(self._engine.storage.device.type, enabled=False):
             self._stepper.step(self._live())
@@ -278,7 +282,7 @@ class Optimizer(torch.optim.Optimizer):
         weights as they are: what the user wrote into them counts."""
         self._engine.check_bound()
         self._stepper.refuse_half_way()
-        if not self._has_said_part and self._engine.plan.is_split:
+        if not self._has_said_part and self._engine.plan.is_split and self._whole is None:
             self._has_said_part = True
             groups = self._engine.groups
             warn(
@@ -286,7 +290,30 @@ class Optimizer(torch.optim.Optimizer):
                 "save it on every rank, in a file of its own, and load that on the same rank.",
             )
         self._stepper.pull_changed()
-        return export_state(super().state_dict(), self._extra_state())
+        extra = self._extra_state()
+        packed = super().state_dict()
+        if self._whole is None:
+            return export_state(packed, extra)
+        fqns = [fqn for group in self.param_groups for fqn in group["fqns"]]
+        packed["state"] = {number: self._whole[fqn] for number, fqn in enumerate(fqns)}
+        return export_state(packed, extra, whole=True)
+
+    @never_traced
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Put the state of all ranks together on one: until the next step its `state_dict()` is the whole, in host memory,
+        and can be loaded on every rank of any number of them, in any layout. Call it on every rank. `ZeroRedundancyOptimizer`
+        of torch has the same, and trainers that know that one (Lightning) call it by themselves."""
+        engine = self._engine
+        engine.check_bound()
+        refuse_apart(engine)
+        self._stepper.refuse_half_way()
+        if engine.plan.options.memory == "params":
+            return  # a single process has the whole
+        engine.publisher.ensure_all()
+        self._stepper.pull_changed()
+        keep = to == engine.groups.rank
+        whole = put_together(self._state_by_fqn, engine.storage, self._at_home, engine.everyone, keep=keep)
+        self._whole = whole if keep else None
 
     @never_traced
     @torch.no_grad()
@@ -299,7 +326,7 @@ class Optimizer(torch.optim.Optimizer):
         fitting = derive_together(
             engine.groups,
             "state dicts",
-            lambda: fit_state(self, state_dict, self._extra_state(), fixed=("ns_dtype",)),
+            lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=("ns_dtype",)),
             lambda found: {"step": found.extra["step"], "loss_scale": found.extra["loss_scale"]},
         )
         loaded = fitting.extra["loss_scale"]
@@ -319,11 +346,23 @@ class Optimizer(torch.optim.Optimizer):
             engine.gradients.settle()
         engine.publisher.ensure_all()
         fitting.write(self)
+        self._whole = None
         engine.count.steps = fitting.extra["step"]
         self._steps.fill_(engine.count.steps)
         if scaler is not None and loaded is not None:
             scaler.load_state_dict(loaded)
         engine.publisher.begin()
+
+    @property
+    def _state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
+        return {fqn: self.state[param] for fqn, param in self._engine.storage.params.items()}
+
+    @property
+    def _at_home(self) -> dict[tuple[str, str], AtHome]:
+        return self._stepper.update.at_home()
+
+    def _my_part(self, state_dict: Mapping[str, object]) -> Mapping[str, object]:
+        return part_of(state_dict, self._state_by_fqn, self._engine.storage, self._at_home, self._extra_state())
 
     def _extra_state(self) -> ExtraState:
         scaler, groups = self._stepper.scaler, self._engine.groups

@@ -501,6 +501,27 @@ def test_a_state_dict_resumes_bitwise_and_without_one_weights_differ(layout: str
         assert not without
 
 
+def moved_to_where_it_is(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
+    """For torch "cpu:0" is another place than "cpu": params get other memory."""
+    ddp, optimizer = ddp_net(layout="compact")
+    other, another = ddp_net(layout="compact")
+    for step in range(4):
+        if step % 2 == 0:
+            before = other.module.first.weight.data_ptr()
+            other.to("cpu:0")
+            assert other.module.first.weight.data_ptr() != before
+        for model, own in ((ddp, optimizer), (other, another)):
+            net_loss(model, rank, step).backward()
+            own.step()
+            own.zero_grad()
+    return whole(ddp), whole(other)
+
+
+def test_a_module_may_be_moved_to_where_it_is() -> None:
+    for stayed, moved in run_ranks(2, moved_to_where_it_is):
+        assert all(map(torch.equal, stayed, moved))
+
+
 def with_buffers(rank: int, world: int) -> tuple[list[Tensor], list[Tensor], int]:
     """Batch norm: its statistics are buffers, which DistributedDataParallel spreads."""
     torch.manual_seed(rank)

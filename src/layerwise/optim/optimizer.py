@@ -323,6 +323,7 @@ class Optimizer(torch.optim.Optimizer):
         engine, scaler = self._engine, self._stepper.scaler
         engine.check_bound()
         engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
+        engine.storage.take_back()
         fitting = derive_together(
             engine.groups,
             "state dicts",

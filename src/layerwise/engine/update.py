@@ -48,6 +48,14 @@ def _runs_of(shard: Shard, group_of: Mapping[str, int]) -> list[_Run]:
     return runs
 
 
+class AtHome(NamedTuple):
+    """Some state that lives with a matrix."""
+
+    shape: tuple[int, ...]
+    first: int
+    """The first of the matrix's homes, which speaks for all."""
+
+
 class Update:
     """Everything between reduced gradients and new masters, on this rank."""
 
@@ -269,6 +277,17 @@ class Update:
                     tensors["master"] = shard.master
                 spans = shard.spans_by_fqn.get(fqn, [])
                 found[fqn] = {name: _parts_of(tensor, spans) for name, tensor in tensors.items()}
+        return found
+
+    def at_home(self) -> dict[tuple[str, str], AtHome]:
+        """What homes keep, of every matrix, by the param and the name of its state; the same on every rank."""
+        found: dict[tuple[str, str], AtHome] = {}
+        for work in self._works:
+            for item in work.items:
+                rule = self._groups[self._group_of[item.matrix.fqn]].rule
+                if rule.is_matrix_rule:
+                    for name, shape in rule.home_state(*item.matrix.logical_shape).items():
+                        found[item.matrix.fqn, f"{name}.{item.matrix.index}"] = AtHome(tuple(shape), item.homes[0])
         return found
 
     def home_state_by_fqn(self) -> dict[str, dict[str, Tensor]]:

@@ -7,6 +7,7 @@ it is altogether, and so does a module in a single process.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,6 +26,7 @@ from layerwise.comm.groups import (
 )
 from layerwise.comm.sharded import groups_of, is_sharded, placements_of, reshard
 from layerwise.engine.engine import Engine, Settings
+from layerwise.errors import StateError
 from layerwise.layout.options import Memory, Options
 from layerwise.models.names import unwrapped
 from layerwise.models.table import domains_by_prefix, named_params
@@ -79,6 +81,37 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
         )
     groups = alone()
     return Engine((model,), groups, _agreed(groups, asked, memory="params"))
+
+
+def refuse_unfit(engine: Engine, asked: Asked) -> None:
+    """Raise for what the engine of a model does not take: what its wrapper has been asked already, or a second optimizer."""
+    is_wrapped = engine.plan.options.reduces
+    if is_wrapped and (asked.rules is not None or asked.strict):
+        raise ValueError(
+            "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
+        )
+    if is_wrapped and asked.gradients is not None:
+        raise ValueError(
+            f"gradients={asked.gradients!r} was passed to the Optimizer of a layerwise.DataParallel, which reduces gradients itself: "
+            "leave it out, or pass the module that it was made of."
+        )
+    for name, is_given, is_for_it in (
+        ("layout", asked.layout is not None, engine.gradients.are_copies),
+        ("check_replicas", asked.check_replicas, engine.gradients.are_reduced),
+    ):
+        if is_given and not is_for_it:
+            where = "DataParallel" if is_wrapped else "an Optimizer with gradients='reduced'"
+            raise ValueError(
+                f"{name} was passed to the Optimizer of a model whose gradients nobody else reduces: it is for {where}."
+            )
+    engine.check_bound()
+    if engine.optimizer is not None:
+        gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
+    if engine.optimizer is not None:
+        raise StateError(
+            "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it, or "
+            "drop it (and schedulers that hold it) first."
+        )
 
 
 def _reduced_by(model: nn.Module) -> DistributedDataParallel | None:

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
 from layerwise.comm import joining
@@ -236,7 +237,7 @@ def prepare(config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watche
     rules = read_rules(config.routing.rules_file)
     joining.same_on_all(rules_to_toml(rules), "routing rules", ranks)
     _check_world(config, ranks)
-    build = _sharded if is_sharded(config.parallel) else _wrapped
+    build = _sharded if is_sharded(config.parallel) else _averaged if config.parallel.ddp else _wrapped
     with _routing_as_configuration(config):
         grid, model, passes, optimizer = build(config, ranks, rules)
     batching = Batching(config.train.batch_size, config.train.accumulation, grid.data_world)
@@ -300,8 +301,22 @@ def _sharded(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
     return grid, model, ShardedModel(model), _optimizer(model, config, rules=rules, strict=config.routing.strict)
 
 
+def _averaged(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRule]) -> _Built:
+    """The model in torch's DistributedDataParallel."""
+    grid = joining.arrange(ranks)
+    (module,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
+    model = DistributedDataParallel(module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+    optimizer = _optimizer(model, config, rules=rules, strict=config.routing.strict, layout=config.parallel.layout)
+    return grid, model, WholeModel(model), optimizer
+
+
 def _optimizer(
-    model: nn.Module, config: TrainConfig, rules: Sequence[RouteRule] | None = None, strict: bool = False
+    model: nn.Module,
+    config: TrainConfig,
+    *,
+    rules: Sequence[RouteRule] | None = None,
+    strict: bool = False,
+    layout: str | None = None,
 ) -> layerwise.Optimizer:
     return layerwise.Optimizer(
         model,
@@ -309,6 +324,7 @@ def _optimizer(
         other=other_rule(config.optim),
         rules=rules,
         strict=strict,
+        layout=layout,
         clip_grad_norm=config.optim.clip_grad_norm,
         qk_clip=qk_clip_of(config.optim),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -387,3 +388,28 @@ def test_params_that_the_group_cannot_reach_are_refused(tmp_path: Path) -> None:
     for text in run_ranks(2, out_of_reach, str(tmp_path / "meet")):
         assert "params are on cpu (CPU offload?)" in text
         assert "init_process_group('cpu:gloo,cuda:nccl')" in text
+
+
+def cut_twice(rank: int, world: int, rows: int, path: str) -> tuple[bool, str]:
+    """One dim cut by tensor parallelism, then by fully_shard: what torch makes of its own DTensor."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, rows, bias=False))
+    values = torch.arange(4.0 * rows).view(rows, 4)
+    with torch.no_grad():
+        model[0].weight.copy_(values)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    weight = model[0].weight.detach()
+    is_right = torch.equal(weight.full_tensor(), values)
+    try:
+        dcp.save({"weight": weight}, checkpoint_id=path)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        return is_right, type(error).__name__
+    return is_right, "saved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "said"), [(12, "saved"), (13, "CheckpointException")])
+def test_what_torch_makes_of_two_uneven_cuts_of_one_dim(rows: int, said: str, tmp_path: Path) -> None:
+    """What docs/sharded.md says of it: a torch that mends this fails here, and the page is to be changed."""
+    assert run_ranks(6, cut_twice, rows, str(tmp_path)) == [(True, said)] * 6

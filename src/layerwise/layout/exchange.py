@@ -12,6 +12,7 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
+from layerwise.layout.boxes import BoxShards
 from layerwise.layout.intervals import Equal, held_equally
 from layerwise.layout.shards import Held, Ranks, ShardPlan, nearest, param_whole_on, pieces_of
 from layerwise.layout.spans import Region, numel_in, regions_of
@@ -169,7 +170,10 @@ def moved_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tup
             at_home = held[cohort].add_stretch(index, param.each, start, start + numel, home)
         else:
             runs = param.plan.holders(matrix)
-            if len(homes) > 1 or sum((stop - first) * count for first, stop, count in runs) != numel:
+            total = sum((stop - first) * count for first, stop, count in runs)
+            if total != numel and len(homes) == 1 and isinstance(param.plan, BoxShards):
+                runs, numel = param.plan.boxes.sources(matrix, home), total  # every copy gets it back
+            elif len(homes) > 1 or total != numel:
                 for sender, count, is_back in _copied_moves(param.plan, item):
                     (back if is_back else there)[sender] += count
                 continue

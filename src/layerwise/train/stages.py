@@ -17,21 +17,21 @@ import layerwise
 from layerwise.comm.joining import Grid
 from layerwise.comm.pipeline import Pipeline, Wires
 from layerwise.comm.scopes import scope
-from layerwise.config.schema import ModelShape, TrainConfig
+from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.train.data import Batch
 from layerwise.train.model import GPT, Stage, build_gpt, next_byte_loss
 
 
-def build_chunks(
-    config: TrainConfig, shape: ModelShape, grid: Grid, device: torch.device, dtype: torch.dtype
-) -> list[GPT]:
+def build_chunks(config: TrainConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> list[GPT]:
     """This rank's stages of the model, with their initial weights; without a pipeline the whole model as one."""
+    shape = resolve_model(config.model)
     count = config.parallel.pp * config.parallel.chunks
     return [
         build_gpt(
             shape,
             Stage(number, count),
             grid.experts,
+            grid.tensor,
             seed=config.train.seed,
             penalty_share=1.0 / config.train.accumulation,
             device=device,

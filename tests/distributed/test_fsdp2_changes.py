@@ -182,6 +182,17 @@ def test_a_backward_through_weights_of_before_the_step_is_an_error() -> None:
         assert "modified by an inplace operation" in text
 
 
+def out_of_order(rank: int, world: int) -> str:
+    model = fully_shard(built(), mesh=DeviceMesh("cpu", [1, 0]))
+    return raised(lambda: optimizer_of(model))
+
+
+def test_a_mesh_whose_ranks_are_out_of_order_is_refused() -> None:
+    # fully_shard gives chunks by the rank in the process group: what the mesh says of them is not what is there.
+    for text in run_ranks(2, out_of_order):
+        assert "is on the mesh [1, 0]: expected ranks in ascending order" in text
+
+
 class Beside(nn.Module):
     """A cut layer and one that nobody has cut."""
 

@@ -258,7 +258,7 @@ def gradients(rank: int, world: int, kind: str) -> list[Any]:
     return [error, model.weight.detach().full_tensor() - start]
 
 
-@pytest.mark.parametrize("kind", ["partial", "replicated", "other dim"])
+@pytest.mark.parametrize("kind", sampled(["partial", "replicated", "other dim"], "partial"))
 def test_gradients_with_other_placements_are_brought_to_the_params(kind: str) -> None:
     for (error, found), (_, wanted) in zip(
         run_ranks(2, gradients, kind), run_ranks(2, gradients, "the same"), strict=True
@@ -324,7 +324,7 @@ def put_off_on_some(rank: int, world: int, when: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("when", sampled([0, 1], 1))
 def test_a_sum_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(when: int) -> None:
     for said in run_ranks(3, put_off_on_some, when):
         assert [text == "nothing was raised" for text in said] == [step != when for step in range(3)]
@@ -367,7 +367,7 @@ def on_some_ranks(rank: int, world: int, give: bool) -> Any:
     return whole(model)
 
 
-@pytest.mark.parametrize("give", [True, False])
+@pytest.mark.parametrize("give", sampled([True, False], True))
 def test_a_model_on_some_of_the_ranks(give: bool) -> None:
     first, second, third = run_ranks(3, on_some_ranks, give)
     assert third is None

@@ -136,7 +136,7 @@ def _default_route(param: ParamSpec) -> Route:
     rule, reason = next((rule, reason) for rule in DEFAULT_RULES if (reason := rule.applies(param)) is not None)
     if rule.family != "matrix":
         return Route(family=rule.family, reason=reason, is_fallback=rule.is_fallback)
-    if param.split is None and param.looks_fused:
+    if param.split is None and (param.misfit or param.looks_fused):
         raise ValueError(_ambiguous(param))
     return Route(
         family="matrix",
@@ -147,6 +147,8 @@ def _default_route(param: ParamSpec) -> Route:
 
 
 def _ambiguous(param: ParamSpec) -> str:
+    if param.misfit:
+        return f"param {param.fqn!r} of shape {param.shape}: {param.misfit}"
     holder = param.module_type or "its module"
     return (
         f"param {param.fqn!r} of shape {param.shape} looks fused ({param.looks_fused!r}), and more than one reading fits: blocks of "

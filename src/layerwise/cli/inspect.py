@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,9 @@ from layerwise.config.schema import TrainConfig, matrix_rule, other_rule
 from layerwise.errors import ConfigError, Problem
 from layerwise.layout.cost import NewtonSchulz
 from layerwise.layout.plan import Plan
-from layerwise.routing.files import read_rules
-from layerwise.routing.rules import RouteRule, explain, route_params, suspicion
+from layerwise.routing.files import read_rules, rules_to_toml
+from layerwise.routing.refusals import RefusedError
+from layerwise.routing.rules import RouteRule, explain, refuse_fallbacks, route_param, route_params, suspicion
 from layerwise.units import format_count, format_nbytes
 
 if TYPE_CHECKING:
@@ -189,7 +191,16 @@ def _plan_and_rows(
         TypeError,
         NotImplementedError,
     ) as error:  # a rule, a dtype or a fused weight that nobody explains
+        if isinstance(error, RefusedError):
+            note(
+                f"rules to begin with, for --rules FILE; each says 'whole' where you know better:\n\n{_rules_for(error)}"
+            )
         raise ConfigError([Problem("routing", str(error))]) from error
+
+
+def _rules_for(error: RefusedError) -> str:
+    """TOML to paste that covers every refused param."""
+    return rules_to_toml([RouteRule(pattern=refusal.pattern, to="matrix", split="whole") for refusal in error.refusals])
 
 
 def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int) -> Plan:
@@ -370,7 +381,11 @@ def _explain(module: nn.Module, rules: Sequence[RouteRule], name: str, *, as_jso
         raise ConfigError([Problem("routing", str(error))]) from error
     tried = [{"rule": rule, "answer": answer} for rule, answer in explain(param, rules)]
     try:
-        route = route_params(table, rules, strict=strict)[param.fqn]
+        with suppress(RefusedError):  # of others, perhaps: the rules are checked against all params
+            route_params(table, rules)
+        route = route_param(param, rules)
+        if strict:
+            refuse_fallbacks([param], {param.fqn: route})
     except ValueError as error:
         _print_tried(param.fqn, param.shape, tried)
         raise ConfigError([Problem("routing", str(error))]) from error

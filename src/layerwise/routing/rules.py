@@ -12,6 +12,7 @@ from layerwise.config.rules import plain_option
 from layerwise.errors import did_you_mean, listed
 from layerwise.routing.defaults import DEFAULT_RULES, Family
 from layerwise.routing.matrices import Matrix, matrices_of
+from layerwise.routing.refusals import RefusedError, fold_refusals
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import Split, row_blocks, stack, whole
 
@@ -103,10 +104,6 @@ class Route:
     """Only a last-resort rule took it."""
 
 
-def _frozen(param: ParamSpec) -> str | None:
-    return None if param.trainable else "does not require a gradient"
-
-
 def _user_route(rule: RouteRule, number: int, param: ParamSpec) -> Route:
     reason = f"matches the user's rule {number} ({rule.label})"
     options = tuple(sorted((name, plain_option(value)) for name, value in rule.options.items()))
@@ -132,29 +129,18 @@ def _with_split(reason: str, split: Split | None) -> str:
     return f"{reason}, {words}" if split.is_whole else f"{reason}, in {words}"
 
 
-def _default_route(param: ParamSpec) -> Route:
+def _default_route(param: ParamSpec) -> Route | None:
+    """Where the defaults send a param; None where nobody says how it splits, and guessing would be worse."""
     rule, reason = next((rule, reason) for rule in DEFAULT_RULES if (reason := rule.applies(param)) is not None)
     if rule.family != "matrix":
         return Route(family=rule.family, reason=reason, is_fallback=rule.is_fallback)
     if param.split is None and (param.misfit or param.looks_fused):
-        raise ValueError(_ambiguous(param))
+        return None
     return Route(
         family="matrix",
         reason=_with_split(reason, param.split),
         matrices=matrices_of(param, param.split),
         is_fallback=rule.is_fallback,
-    )
-
-
-def _ambiguous(param: ParamSpec) -> str:
-    if param.misfit:
-        return f"param {param.fqn!r} of shape {param.shape}: {param.misfit}"
-    holder = param.module_type or "its module"
-    return (
-        f"param {param.fqn!r} of shape {param.shape} looks fused ({param.looks_fused!r}), and more than one reading fits: blocks of "
-        f"rows one after the other, the same taking turns head by head, or one matrix. Say which: give {holder} (or the module around "
-        f"it) a method matrix_splits(), or pass RouteRule(pattern={param.fqn!r}, to='matrix', row_blocks=(...)), split=Split(...) or "
-        "split='whole'."
     )
 
 
@@ -174,23 +160,46 @@ def route_params(
     rules = _checked(rules)
     unmatched = dict(enumerate(rules, start=1))
     routes: dict[str, Route] = {}
+    refused = []
     for param in table:
-        frozen = _frozen(param)
-        hit = next(((number, rule) for number, rule in enumerate(rules, start=1) if rule.matches(param)), None)
+        hit = _hit(param, rules)
         if hit is not None:
             unmatched.pop(hit[0], None)
-        if frozen is not None:
-            routes[param.fqn] = Route(family="frozen", reason=frozen)
+        route = _route(param, hit)
+        if route is None:
+            refused.append(param)
         else:
-            routes[param.fqn] = _user_route(hit[1], hit[0], param) if hit is not None else _default_route(param)
+            routes[param.fqn] = route
     if unmatched:
         raise ValueError(_never_matched(unmatched, rules, table))
+    if refused:
+        raise RefusedError(fold_refusals(refused))
     if strict:
-        _refuse_fallbacks(table, routes)
+        refuse_fallbacks(table, routes)
     return routes
 
 
-def _refuse_fallbacks(table: ParamTable, routes: Mapping[str, Route]) -> None:
+def route_param(param: ParamSpec, rules: Sequence[RouteRule] | None = None) -> Route:
+    """The route of one param, whatever becomes of the others of its model."""
+    route = _route(param, _hit(param, _checked(rules)))
+    if route is None:
+        raise RefusedError(fold_refusals([param]))
+    return route
+
+
+def _hit(param: ParamSpec, rules: Sequence[RouteRule]) -> tuple[int, RouteRule] | None:
+    """The first rule of the user that matches, and its number."""
+    return next(((number, rule) for number, rule in enumerate(rules, start=1) if rule.matches(param)), None)
+
+
+def _route(param: ParamSpec, hit: tuple[int, RouteRule] | None) -> Route | None:
+    if not param.trainable:
+        return Route(family="frozen", reason="does not require a gradient")
+    return _user_route(hit[1], hit[0], param) if hit is not None else _default_route(param)
+
+
+def refuse_fallbacks(table: Iterable[ParamSpec], routes: Mapping[str, Route]) -> None:
+    """Raise for params of two or more dims that only a fallback took."""
     caught = [param for param in table if len(param.shape) >= 2 and routes[param.fqn].is_fallback]
     if caught:
         first = caught[0]

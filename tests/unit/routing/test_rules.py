@@ -3,7 +3,8 @@ import re
 import pytest
 
 from layerwise.routing.defaults import DEFAULT_RULES
-from layerwise.routing.rules import RouteRule, explain, route_params, summarise, suspicion
+from layerwise.routing.refusals import RefusedError
+from layerwise.routing.rules import RouteRule, explain, route_param, route_params, summarise, suspicion
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
 from layerwise.routing.split import Split, row_blocks
 
@@ -439,3 +440,27 @@ def test_the_summary_counts_families_and_names_two_dimensional_params_left_aside
         "matrix 1 param, 32 elements; other 2 params, 44 elements; frozen 1 param, 4 elements; "
         "not orthogonalised though 2-D: 'wte.weight'"
     )
+
+
+FUSED = [spec(f"layers.{n}.attn.qkv.weight", (12, 4), LINEAR, "Linear", looks_fused="qkv") for n in range(3)]
+ODD = spec("layers.0.mlp.gate_up.weight", (8, 4), LINEAR, "Linear", looks_fused="gate_up")
+
+
+def test_all_refused_params_are_named_at_once_with_patterns_that_cover_them() -> None:
+    table = ParamTable((*FUSED, ODD, spec("norm.weight", (4,), NORM, "LayerNorm")))
+    with pytest.raises(RefusedError) as caught:
+        route_params(table)
+    assert [refusal.pattern for refusal in caught.value.refusals] == ["layers.*.attn.qkv.weight", ODD.fqn]
+    assert str(caught.value).startswith(
+        "4 params are refused:\n  3 params 'layers.*.attn.qkv.weight' of shape (12, 4): each looks fused"
+    )
+    rules = [RouteRule(pattern=refusal.pattern, to="matrix", split="whole") for refusal in caught.value.refusals]
+    assert all(route.family == "matrix" for fqn, route in route_params(table, rules).items() if fqn != "norm.weight")
+
+
+def test_an_innocent_param_of_a_refused_model_has_a_route() -> None:
+    assert route_param(spec("norm.weight", (4,), NORM, "LayerNorm")).family == "other"
+    with pytest.raises(
+        RefusedError, match=re.escape("param 'layers.0.mlp.gate_up.weight' of shape (8, 4) looks fused")
+    ):
+        route_param(ODD)

@@ -27,10 +27,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 _HF_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_CTC_MAPPING_NAMES",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
 """Where to look for a class when a config names none. Causal language models come late: encoders and encoder-decoders
@@ -153,11 +158,11 @@ def _hf_model(source: ModelSource, document: Mapping[str, Any]) -> nn.Module:
     with _blamed_on(source.word, f"transformers cannot build a {model_type!r} from it"):
         config = known[model_type].from_dict(dict(document))
         config._attn_implementation = "eager"  # the one that needs no other package; params are the same
-        model: nn.Module = _hf_class(source.word, transformers, config)(config)
+        model: nn.Module = hf_class(source.word, transformers, config)(config)
         return model.to(config.dtype) if config.dtype is not None else model
 
 
-def _hf_class(word: str, transformers: Any, config: Any) -> Callable[[Any], Any]:
+def hf_class(word: str, transformers: Any, config: Any) -> Callable[[Any], Any]:
     """The class that the config names, or the one that a model of this type usually is."""
     named = config.architectures or []
     if named:

@@ -27,7 +27,7 @@ class Source:
     ends: Tensor
     """For each output a number for the set of its ends."""
     pairs: list[Tensor] = field(default_factory=list)
-    """Outputs that were added to each other, (n, 2)."""
+    """Pairs of outputs that were added to each other, as `left * n_out + right`."""
     has_ends: bool = False
     is_router: bool = False
     is_output: bool = False
@@ -69,21 +69,24 @@ class Features:
 
     def pair(self, source: int, pairs: Tensor) -> None:
         """Outputs that were added to each other, or are two halves of a number, belong to one matrix."""
-        differ = (pairs[:, 0] != pairs[:, 1]) & (pairs >= 0).all(1)
-        if bool(differ.any()):
-            self.sources[source].pairs.append(torch.unique(pairs[differ], dim=0))
+        found = self.sources[source]
+        left, right = pairs[:, 0].long(), pairs[:, 1].long()
+        codes = (left * found.n_out + right)[(left != right) & (left >= 0) & (right >= 0)]
+        if codes.numel():
+            found.pairs.append(torch.unique(codes))  # as one number each: sorting rows is slow
 
     def classes(self, source: int) -> list[int]:
         """For each output the number of its class, in order of first appearance."""
         found = self.sources[source]
         ends = found.ends.tolist()
         if found.pairs:
-            ends = _together(ends, torch.unique(torch.cat(found.pairs), dim=0).tolist())
+            codes = torch.unique(torch.cat(found.pairs)).tolist()
+            ends = _together(ends, [divmod(code, found.n_out) for code in codes])
         numbers: dict[int, int] = {}
         return [numbers.setdefault(end, len(numbers)) for end in ends]
 
 
-def _together(ends: list[int], pairs: list[list[int]]) -> list[int]:
+def _together(ends: list[int], pairs: list[tuple[int, int]]) -> list[int]:
     """The ends of each output, and of all that it was added to."""
     parent = list(range(len(ends)))
 

@@ -147,8 +147,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._convolution
         if name in ops.LOOKUPS:
             return self._look_up
-        if ops.is_attention(name):
-            return self._attention
+        if ops.is_attention(name) or name in ops.ENDS:
+            return self._read
         if name in _BY_NAME:
             handler: Callable[[_Call], None] = getattr(self, _BY_NAME[name])
             return handler
@@ -210,6 +210,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.labels.put(call.outs[0], labels)
 
     def _labelled(self, weight: Tensor, out: Tensor, *, is_right: bool) -> LabelsBySource:
+        if out.numel() == 0:  # data decide which entry gets how much, and this one got nothing
+            return {}
         found = outputs_of_product(self.weights, self.features, weight, out, is_right=is_right)
         if found is None:
             for fqn in self.weights.names(weight):
@@ -255,7 +257,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look_up(self, call: _Call) -> None:
         self.looked_up.update(self.weights.names(call.args[0]))
 
-    def _attention(self, call: _Call) -> None:
+    def _read(self, call: _Call) -> None:
         for place, tensor in enumerate(call.ins):
             self._end(self.labels.of(tensor), place)
             self._used(tensor, call.name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "mv": (0, 1), "addmv": (1, 2)}
 """Matrix products, with the places of their two operands."""
+ENDS = frozenset({"linalg_solve_triangular", "triangular_solve", "linalg_solve_ex", "_linalg_solve_ex", "_cdist_forward", "_euclidean_dist", "dot", "vdot"})  # fmt: skip
+"""What else reads whole operands of activations, as a product does."""
 GROUPED_PRODUCTS = ("_grouped_mm", "_scaled_grouped_mm")
 SUMS = frozenset({"add", "sub", "rsub", "add_", "sub_", "addcmul", "lerp"})
 CHOICES = {"topk": 2, "argmax": 1, "argsort": 1, "sort": 1, "kthvalue": 2}

@@ -146,6 +146,6 @@ def _like_others(readings: Readings, leads: Mapping[str, str]) -> Readings:
 
     found = {}
     for fqn, reading in readings.items():
-        lead = lead_of(fqn) if reading.role is Role.UNSEEN else fqn
+        lead = lead_of(fqn) if reading.role in (Role.UNSEEN, Role.ADDED) else fqn
         found[fqn] = readings.get(lead, reading) if lead != fqn else reading
     return found

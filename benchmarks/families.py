@@ -36,7 +36,7 @@ from layerwise.routing.refusals import RefusedError, starred
 from layerwise.routing.rules import route_params
 
 RESULT = Path(__file__).parent / "results" / "families.json"
-_LIMIT_S = 120
+_LIMIT_S = 45
 _FEW = 4
 _LAYERS = (
     "num_hidden_layers",

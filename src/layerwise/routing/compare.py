@@ -28,7 +28,7 @@ class Disagreement:
         """Both readings."""
         shapes = _shapes(self.route.matrices)
         said = f"{self.route.family}{f' ({shapes})' if shapes else ''}, since it {self.route.reason}"
-        seen = _shapes(matrices_of(self.param, self.reading.split)) if self.reading.split is not None else ""
+        seen = _shapes(matrices_of(self.param, self.reading.split)) if self.reading.family == "matrix" else ""
         return f"routing says {said}; the forward says {self.reading.family}{f' ({seen})' if seen else ''}: {self.reading.why}"
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 
 from layerwise.routing.split import Split
 
+_FEW = 4
 Runs = list[tuple[int, object]]
 """Lengths of neighbours of one class, with the class."""
 
@@ -180,15 +181,15 @@ def _structure(runs: Runs, role: str) -> _Axis | None:
         return _inner(runs, role)
     inner = [_inner(list(pattern), role) for pattern in sorted(patterns, key=repr)]
     if len(set(inner)) == 1 and inner[0] is not None:
-        if len(entries) <= _FEW and not inner[0].blocks:
-            size = inner[0].sizes[0]
-            return _Axis((size * len(entries),), role, (size,) * len(entries))
         return _Axis((len(entries), *inner[0].sizes), f"a{inner[0].roles}", inner[0].blocks)
     return _inner(runs, role)
 
 
-_FEW = 4
-"""So many equal parts or fewer are written as blocks, which reads better than a stack."""
+def _few_as_blocks(axis: _Axis) -> _Axis:
+    """A few equal parts one after the other read better as blocks than as a stack."""
+    if axis.roles[0] == "a" and len(axis.roles) == 2 and axis.sizes[0] <= _FEW and not axis.blocks:
+        return _Axis((axis.sizes[0] * axis.sizes[1],), axis.roles[1], (axis.sizes[1],) * axis.sizes[0])
+    return axis
 
 
 def _inner(runs: Runs, role: str) -> _Axis | None:
@@ -210,6 +211,8 @@ def _inner(runs: Runs, role: str) -> _Axis | None:
 def _combined(rows: _Axis | None, cols: _Axis | None) -> Split | str:
     if rows is None or cols is None:
         return "its outputs are used apart in an order that no split can say"
+    if not cols.blocks and "a" not in cols.roles:
+        rows = _few_as_blocks(rows)
     if rows.blocks and cols.blocks:
         return "its rows and its columns are both in blocks, which no split can say"
     sizes, roles = (*rows.sizes, *cols.sizes), rows.roles + cols.roles

@@ -43,7 +43,7 @@ class Reading:
     why: str
     """What was seen, as the end of a sentence about the param."""
     split: Split | None = None
-    """How it breaks into matrices, for a map."""
+    """How it breaks into matrices, for a map or a head."""
 
     @property
     def family(self) -> str:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 _TOKENS, _BATCH = 12, 2
+_SMALL = 96
+"""Pixels of an image that may be small."""
 _SAMPLES = 16_000
 """A second of sound."""
 
@@ -80,6 +82,8 @@ def _has_two_towers(model: nn.Module) -> bool:
 
 def _images(model: nn.Module) -> Tensor:
     size = _setting(model, "image_size", "img_size", "input_size") or 224
+    if isinstance(size, int) and _setting(model, "patch_size") is None:
+        size = min(size, _SMALL)  # convolutions take any size
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     channels = _setting(model, "num_channels", "in_channels", "in_chans") or 3
     frames = _setting(model, "num_frames")

@@ -23,6 +23,8 @@ def trace_model(model: nn.Module) -> Trace:
         return Trace(trace(model).readings, f"no inputs are known for {type(model).__name__}")
     found = trace(model, (), inputs)
     readings = dict(found.readings)
+    if "For" not in type(model).__name__:
+        readings = {fqn: _of_features(reading) for fqn, reading in readings.items()}
     for prefix, part in names.named_modules(model):
         if not prefix or not _is_part(part) or not _is_unreached(prefix, readings):
             continue
@@ -32,6 +34,13 @@ def trace_model(model: nn.Module) -> Trace:
             if name in readings and readings[name].role is Role.UNSEEN:
                 readings[name] = _leaves(reading)
     return replace(found, readings=readings)
+
+
+def _of_features(reading: Reading) -> Reading:
+    """A model that is for nothing in particular returns features: its last layer is no head."""
+    if reading.role is not Role.HEAD or reading.split is None:
+        return reading
+    return Reading(Role.MAP, "its outputs are features that the model returns", reading.split)
 
 
 def _is_part(module: nn.Module) -> bool:

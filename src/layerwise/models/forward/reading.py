@@ -50,8 +50,6 @@ def _read_products(
 ) -> Reading:
     if any(source.is_router for source in found):
         return Reading(Role.ROUTER, "its outputs compete in a top-k")
-    if all(source.is_output for source in found):
-        return Reading(Role.HEAD, "its outputs are the model's, and nothing else reads them")
     lost = next((source.not_followed for source in found if source.not_followed), "")
     if lost:
         return Reading(Role.UNSEEN, f"its outputs go through {lost}, which cannot be followed")
@@ -59,9 +57,12 @@ def _read_products(
         split: Split | str = _split_of_convolution(follower, shape, numbers)
     else:
         uses = _uses(follower, numbers)
-        if all(min(use.n_out, use.n_in) == 1 for use in uses):
+        if all(min(use.n_out, use.n_in) == 1 for use in uses) and not any(source.is_output for source in found):
             return Reading(Role.VECTOR, "it maps onto one number, or from one")
         split = split_of(shape, uses, one_for_all=follower.answers.count > 0)
+    if all(source.is_output for source in found):
+        fits = None if isinstance(split, str) else split
+        return Reading(Role.HEAD, "its outputs are the model's, and nothing else reads them", fits)
     if isinstance(split, str):
         return Reading(Role.UNSEEN, split)
     words = split.describe()

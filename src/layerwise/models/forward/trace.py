@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from layerwise.models import names
 from layerwise.models.forward.answers import KnownIndices
@@ -38,15 +39,23 @@ def trace(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
     named = dict(names.named_parameters(root))
     with _without_values(root) as stand_ins:
         params = {fqn: stand_ins[id(param)] for fqn, param in named.items()}
+        args, kwargs = tree_map(_bare, (tuple(args), dict(kwargs or {})))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         follower = Follower(params, given)
         blocks = Blocks(root, follower.mark_live)
-        problem = _run(root, follower, blocks, args, kwargs or {})
+        problem = _run(root, follower, blocks, args, kwargs)
         readings: Readings = read_params(follower, {fqn: tuple(param.shape) for fqn, param in params.items()})
     if problem:
         readings = _before(blocks.finished(), readings, problem)
     readings = _like_others(readings, blocks.leads(is_any_enough=follower.answers.count > 0))
     return Trace({fqn: readings[fqn] for fqn, param in named.items() if param.dim() >= 2}, problem)
+
+
+def _bare(found: object) -> object:
+    """Inputs without values, but for numbers: ids and masks may decide what a forward does."""
+    if not isinstance(found, Tensor) or not found.dtype.is_floating_point:
+        return found
+    return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta")
 
 
 def _run(root: nn.Module, follower: Follower, blocks: Blocks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -112,7 +121,8 @@ def _as_in_evaluation(root: nn.Module) -> Iterator[None]:
         for module in training:
             module.training = False
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.compiler.set_stance("force_eager"):
+        # Who has not imported the compiler has compiled nothing, and importing it takes seconds.
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

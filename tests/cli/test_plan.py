@@ -21,7 +21,7 @@ from layerwise.config.load import load
 from layerwise.config.schema import resolve_model
 from layerwise.dtypes import DType
 from layerwise.engine import engine
-from layerwise.layout.choice import Hardware
+from layerwise.layout.cost import Hardware
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import make_plan
 from layerwise.planner.decoder import Decoder, GroupedQuery, table_of_shape

@@ -268,28 +268,6 @@ def test_each_way_to_put_two_wrappers_around_a_model_is_refused_by_name() -> Non
         assert "a layerwise.DataParallel was passed to DistributedDataParallel" in around
 
 
-def sharded_by_others(rank: int, world: int) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (world,))
-    rules = {"matrix": layerwise.Muon(lr=0.05), "other": layerwise.AdamW(lr=0.01)}
-    tensor_parallel = parallelize_module(Net(), mesh, {"last": ColwiseParallel()})
-    return [
-        raised(lambda: layerwise.DataParallel(fully_shard(Net(), mesh=mesh))),
-        raised(lambda: layerwise.Optimizer(fully_shard(Net(), mesh=mesh), **rules)),
-        raised(lambda: layerwise.DataParallel(tensor_parallel)),
-    ]
-
-
-def test_models_that_somebody_else_sharded_are_refused_by_name() -> None:
-    for wrapped, given, parallel in run_ranks(2, sharded_by_others):
-        assert wrapped == given
-        assert "TypeError: param 'first.weight' is a DTensor, cut by fully_shard()" in wrapped
-        assert "param 'last.weight' is a DTensor" in parallel
-
-
 def unwrap_on_ranks(rank: int, world: int) -> list[Any]:
     """Right after a step, while new weights are still on their way."""
     found = []

@@ -208,7 +208,7 @@ def _inspect(command: InspectCommand, overrides: Sequence[Override]) -> int:
 def _plan(command: PlanCommand) -> int:
     from layerwise.cli import plan
     from layerwise.dtypes import DType
-    from layerwise.layout.options import DEFAULT_HARDWARE
+    from layerwise.layout.cost import DEFAULT_HARDWARE
 
     given = {"ns_tflops": command.tflops, "link_gb_s": command.link_gb_s}
     request = plan.PlanRequest(

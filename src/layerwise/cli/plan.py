@@ -21,8 +21,9 @@ from layerwise.config.rules import RULES_BY_KIND
 from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem, did_you_mean
-from layerwise.layout.choice import Choice, Hardware
-from layerwise.layout.options import DEFAULT_HARDWARE, Options, bucket_numel_of, resolve_layout
+from layerwise.layout.choice import Choice
+from layerwise.layout.cost import DEFAULT_HARDWARE, Hardware
+from layerwise.layout.options import Options, bucket_numel_of, resolve_layout
 from layerwise.layout.schedule import Phase
 from layerwise.layout.slots import Staging
 from layerwise.layout.storage import BufferKey, Reducer

@@ -172,8 +172,8 @@ def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool) -> Gro
     stages = _ranks_by(places, ("pp",))
     shared = {stages[0]: (everyone.training, everyone.control)} if len(stages) == 1 else {}
     domains = {
-        DENSE: _my_domain(stages, shared, everyone.made, checked=checked),
-        EXPERT: _my_domain(_ranks_by(places, ("pp", "ep")), shared, everyone.made, checked=checked),
+        DENSE: my_domain(stages, shared, everyone.made, checked=checked),
+        EXPERT: my_domain(_ranks_by(places, ("pp", "ep")), shared, everyone.made, checked=checked),
     }
     return replace(everyone, domains=domains, stages=stages, expert_place=places[everyone.rank].get("ep", 0))
 
@@ -239,7 +239,7 @@ def _ranks_by(places: Mapping[int, Mapping[str, int]], dims: Sequence[str]) -> t
     return tuple(tuple(found[key]) for key in sorted(found))
 
 
-def _my_domain(
+def my_domain(
     sets: Sequence[tuple[int, ...]],
     shared: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup | None]],
     made: Made,

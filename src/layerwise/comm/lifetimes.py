@@ -46,6 +46,8 @@ class Made:
         own: Any = dist.group.WORLD if like is None else like
         if like is not None:
             _COUNTED.add(_known())
+        if dist.get_backend(own) == "fake":  # ranks that are not there cannot be met in any other way
+            backend = None
         timeout = getattr(getattr(own._get_backend(own._device_types[0]), "options", None), "_timeout", None)
         group: dist.ProcessGroup = dist.new_group(
             None if ranks is None else list(ranks),

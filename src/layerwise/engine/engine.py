@@ -4,7 +4,6 @@ optimizer that steps it."""
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +14,16 @@ from torch import Tensor, nn
 
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, device_of, share, tie_groups
+from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, device_of, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
+from layerwise.comm.sharded import is_sharded, local_of, reshard
+from layerwise.engine.copies import check_copies
 from layerwise.engine.gradients import Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer, StepCount
 from layerwise.engine.traffic import Traffic
 from layerwise.errors import PlanMismatchError, StateError, listed, warn
-from layerwise.kernels.hashing import hash_bits
+from layerwise.layout.meshes import Placed
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.memory.hooked import hook, is_hooked, unhook
@@ -81,27 +82,29 @@ def plan_for(
     stages_by_tie: Mapping[str, int] | None = None,
     vocabularies: Collection[tuple[int, int]] = (),
     others_train: bool = False,
+    placed: Mapping[str, Placed] | None = None,
 ) -> Plan:
     """The plan of live modules (also on the meta device). `ties` names the copies here of weights that other pipeline
     stages hold too, `vocabularies` are shapes of embeddings there. Where `others_train` something there may be nothing to
-    train here."""
+    train here. `placed` says how params are cut that somebody else has cut."""
     table = param_table(*chunks, vocabularies=vocabularies, ties=ties or {})
     if not others_train and not any(param.trainable for param in table):
         raise ValueError(
             f"{type(chunks[0]).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
         )
-    return make_plan(table, options, world=world, worlds=worlds, ranks=ranks, stages_by_tie=stages_by_tie)
+    return make_plan(
+        table, options, world=world, worlds=worlds, ranks=ranks, stages_by_tie=stages_by_tie, placed=placed
+    )
 
 
 def refuse_sharded(params: Mapping[str, nn.Parameter]) -> None:
     """Raise if somebody else has cut a param into DTensors already."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none
     for fqn, param in params.items():
-        if tensors is not None and isinstance(param, tensors.DTensor):
+        if is_sharded(param):
             raise TypeError(
-                f"param {fqn!r} is a DTensor, cut by fully_shard() or parallelize_module(): expected a plain tensor. Sharded models "
-                "are not supported yet: pass layerwise.DataParallel the module as it was before, which shards gradients and "
-                "optimizer state itself."
+                f"param {fqn!r} is a DTensor, cut by fully_shard() or parallelize_module(): expected a plain tensor. A sharded model "
+                "needs no wrapper: pass it to layerwise.Optimizer as it is. Or pass layerwise.DataParallel the module as it was "
+                "before, which shards gradients and optimizer state itself."
             )
 
 
@@ -128,18 +131,6 @@ def _is_channels_last(param: Tensor) -> bool:
     return own is not None and not param.is_contiguous() and param.is_contiguous(memory_format=own)
 
 
-def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> tuple[int, int] | None:
-    """The first tensor whose bits are not those of rank 0 on some rank, and that rank. The same answer on every rank."""
-    if not tensors:
-        return None
-    rows = communicator.gather_numbers(torch.cat([hash_bits(tensor) for tensor in tensors]), label="replicas").cpu()
-    differing = (rows != rows[0]).nonzero()
-    if not len(differing):
-        return None
-    rank, number = differing[differing[:, 1].argmin()].tolist()
-    return number // 2, rank
-
-
 class Steps(Protocol):
     """What the engine's other users need of its optimizer."""
 
@@ -156,8 +147,16 @@ def _undo_all(undo: list[Callable[[], object]]) -> None:
 class Engine:
     """Plan, storage, reducer and publisher of one model on one rank."""
 
-    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, settings: Settings) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        groups: Groups,
+        settings: Settings,
+        placed: Mapping[str, Placed] | None = None,
+    ) -> None:
+        """`placed`: how params are cut that somebody else has cut; None where nobody may have."""
         self.chunks = tuple(chunks)
+        self._placed = placed
         self.groups = groups
         self.settings = settings
         params = dict(named_params(*self.chunks))
@@ -186,7 +185,8 @@ class Engine:
                     f"{self.communicators[shard.domain].world}: shards would have no owner."
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
-        self.storage = Storage(self.plan, trainables, ranks, self._other_device())
+        held = {fqn: local_of(param) for fqn, param in trainables.items()}
+        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), held)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
         self.publisher = Publisher(
@@ -260,7 +260,8 @@ class Engine:
             raise StateError("the model was unwrapped: its module is as it was. Wrap the module anew to train it.")
 
     def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
-        refuse_sharded(params)
+        if self._placed is None:
+            refuse_sharded(params)
         _refuse_claimed(params)
         plan = plan_for(
             self.chunks,
@@ -272,6 +273,7 @@ class Engine:
             stages_by_tie={tie: len(stages) for tie, stages in self.roster.stages_by_tie.items()},
             vocabularies=self.roster.vocabularies,
             others_train=any(self.roster.fqns),
+            placed=self._placed,
         )
         # In here, because a warning may be an error, and one on one rank must be one on all.
         reordered = [fqn for fqn, param in params.items() if param.requires_grad and _is_channels_last(param)]
@@ -332,6 +334,8 @@ class Engine:
         """Raise if the model's trainable params are not those its buffers were laid out for."""
         if self._tree.is_unchanged():
             return
+        if self._placed is not None:
+            reshard(self.chunks)
         for fqn, param in named_params(*self.chunks):
             mine = self.storage.params.get(fqn)
             if mine is param and not param.requires_grad:
@@ -347,27 +351,9 @@ class Engine:
                 )
         self._tree.renew()  # what was changed does not matter here
 
-    def check_replicas(self) -> None:
-        """Raise on every rank, naming a param, unless all ranks of each domain have the same weights. All replicas must be
-        up to date, and no reduction under way."""
-        problem = ""
-        for domain, communicator in sorted(self.communicators.items()):
-            replicas = [replica for replica in self.storage.replicas if replica.plan.domain == domain]
-            differs = _first_difference([replica.weights for replica in replicas], communicator)
-            if differs is not None and not problem:
-                number, rank = differs
-                plan = replicas[number].plan
-                params = [self.storage.params[placement.fqn].detach().view(-1) for placement in plan.placements]
-                which = _first_difference(params, communicator)
-                name = plan.placements[which[0] if which else 0].fqn
-                problem = (
-                    f"param {name!r} ({plan.label}) has other values on rank {rank} of domain {domain!r} than on rank 0: a step "
-                    "would mix them. Load the same weights on every rank, or build the model anew."
-                )
-        told = share(self.groups, lambda: {"problem": problem})
-        problems = [text for facts in told if (text := str(facts["problem"]))]
-        if problems:
-            raise StateError(problems[0])
+    def check_copies(self) -> None:
+        """Raise on every rank, naming a param, unless all ranks that should have the same weights do."""
+        check_copies(self.storage, self.communicators, self.groups)
 
     def free_buffers(self) -> None:
         """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from layerwise.comm.sharded import grad_here, is_sharded
 from layerwise.memory.hooked import grad_of, take_grad
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
@@ -67,6 +68,14 @@ class Gradients(Protocol):
     def reduce_again(self, fqns: Iterable[str]) -> None:
         """Add what came late, of these params: the same ones on every rank."""
 
+    @property
+    def are_reduced(self) -> bool:
+        """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
+
+    @property
+    def common_divisor(self) -> float:
+        """What makes averages of most sums: norms are taken of sums that have this one."""
+
     def divisor_of(self, shard: Shard) -> float:
         """What makes averages of a shard's sums."""
 
@@ -82,6 +91,8 @@ class OwnGradients:
     second copy of them, and they are gone afterwards."""
 
     late: frozenset[str] = frozenset()
+    are_reduced = True
+    common_divisor = 1.0
 
     def __init__(self, storage: Storage) -> None:
         self.said = Said()
@@ -104,19 +115,26 @@ class OwnGradients:
             grad = grad_of(param)
             if grad is not None:
                 refuse_sparse(fqn, grad)
+                if is_sharded(param) and not is_sharded(grad):
+                    raise TypeError(
+                        f"param {fqn!r} is a DTensor and its .grad is not: expected a DTensor with the param's placements, as backward "
+                        "brings it. Make it with torch.distributed.tensor.distribute_tensor()."
+                    )
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
         missing, seen = set(), set()
         self._bound = []
         for fqn, shard in self._shards:
-            grad = grad_of(self._params[fqn])
-            if grad is None or grad.is_sparse:
-                missing.add(fqn)
+            param = self._params[fqn]
+            grad = grad_of(param)
+            if grad is None or grad.is_sparse or is_sharded(grad) is not is_sharded(param):
+                if shard.spans:  # who holds nothing of a param misses nothing
+                    missing.add(fqn)
                 shard.update = torch.zeros_like(shard.master)
                 continue
             self._bound.append(fqn)
-            shard.update = _flat(grad)
+            shard.update = _flat(grad_here(param, grad))
             if shard.update.data_ptr() in seen and shard.update.numel():
                 shard.update = shard.update.clone()  # one tensor as the gradient of two params
             seen.add(shard.update.data_ptr())

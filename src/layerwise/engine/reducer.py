@@ -369,6 +369,12 @@ class GradReducer:
         if len(self._unwanted) == len(self._bucket_of):
             self.forget()
 
+    are_reduced = False
+
+    @property
+    def common_divisor(self) -> float:
+        return float(self._storage.plan.world)
+
     def divisor_of(self, shard: Shard) -> float:
         return self._storage.plan.world / self._predivisor
 

@@ -75,6 +75,8 @@ class Totals:
     """(stage, fqn) of params that got a gradient on some rank after their reduction: it has to be reduced too, by all."""
     nothing_arrived: bool
     """No param has a gradient on any rank."""
+    partly_missing: Mapping[str, tuple[int, int]]
+    """Params that have a gradient on some of the ranks that hold any of them: on how many it is missing, of how many."""
     consistent: bool
     """All ranks of a stage have the same settings, and all copies of a tied weight."""
     problems: int
@@ -194,7 +196,17 @@ class StatsPass:
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
         self._updates = UpdateParts(((shard, span.part) for shard, span in self._pairs), stay=storage.keeps_updates)
-        self._everywhere = torch.tensor([self._stage_sizes[stage] for stage, _ in self._entries], dtype=torch.float64)
+        holders = _holders(engine)
+        self._everywhere = torch.tensor(
+            [
+                holders.get(fqn, self._stage_sizes[stage]) if stage == self._stage else self._stage_sizes[stage]
+                for stage, fqn in self._entries
+            ],
+            dtype=torch.float64,
+        )
+        # Where ranks hold different experts under one name, one count is of several params.
+        apart = {fqn for shard in engine.plan.own for fqn in shard.fqns if shard.world < engine.plan.world}
+        self._is_one = torch.tensor([fqn not in apart for _, fqn in self._entries], dtype=torch.bool)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
     @property
@@ -282,12 +294,21 @@ class StatsPass:
             nonfinite=tuple(map(self._name, self._counted(parts.nonfinite))),
             late=frozenset(self._counted(parts.late)),
             nothing_arrived=torch.equal(parts.missing, self._everywhere),
+            partly_missing={
+                self._name(self._entries[index]): (int(parts.missing[index]), int(self._everywhere[index]))
+                for index in self._partly(parts.missing)
+            },
             consistent=self._is_consistent(parts),
             problems=int(parts.problems),
             scaled=tuple(map(int, parts.scaled.tolist())),
             unscaled=tuple(map(int, parts.unscaled.tolist())),
             divisors=divisors,
         )
+
+    def _partly(self, counts: Tensor) -> list[int]:
+        """Places of the params that were counted on some of their ranks."""
+        found: list[int] = (self._is_one & (counts > 0) & (counts < self._everywhere)).nonzero().flatten().tolist()
+        return found
 
     def _counted(self, counts: Tensor) -> dict[tuple[int, str], int]:
         """The params that were counted anywhere, and how often: few, so the others cost no work of the host's."""
@@ -298,6 +319,15 @@ class StatsPass:
     def _name(self, entry: tuple[int, str]) -> str:
         stage, fqn = entry
         return fqn if len(self._stage_sizes) == 1 else f"{fqn} of stage {stage}"
+
+
+def _holders(engine: Engine) -> dict[str, int]:
+    """How many ranks of this stage hold any of each param that lies in memory of its own. Others come to all of them."""
+    found = {}
+    for shard in engine.plan.own:
+        holding = sum(1 for rank in range(shard.world) if shard.spans(rank))
+        found.update(dict.fromkeys(shard.fqns, holding * (engine.plan.world // shard.world)))
+    return found
 
 
 def _is_first_copy(shard: Shard, engine: Engine) -> bool:

@@ -165,7 +165,7 @@ class Stepper:
         missing = gradients.finish()
         if not self._has_checked_replicas or engine.settings.check_replicas:
             # A bad start must not be spread: from now on shards of all ranks are one model.
-            engine.check_replicas()
+            engine.check_copies()
             self._has_checked_replicas = True
         settings = self._settings(live)
         seen = Seen(
@@ -253,7 +253,7 @@ class Stepper:
         engine = self._engine
         return Divisors(
             scale,
-            engine.plan.world * scale,
+            engine.gradients.common_divisor * scale,
             {shard.plan.index: engine.gradients.divisor_of(shard) * scale for shard in engine.storage.shards},
         )
 
@@ -292,11 +292,13 @@ class Stepper:
 
     def _changed_hashes(self) -> dict[str, list[int] | None]:
         """What was written into weights since the last step: the same on every rank, or shards would mix. Ranks hold
-        different experts under one name, so of those only the name."""
-        params, plan = self._engine.storage.params, self._engine.plan
+        different experts under one name, so of those only the name; and of a weight that somebody else has cut each writes
+        its own part, or none."""
+        storage, plan = self._engine.storage, self._engine.plan
+        cut = {fqn for shard in plan.own for fqn in shard.fqns if shard.world > 1}
         return {
-            fqn: hash_bits(params[fqn].detach().reshape(-1)).tolist() if plan.domain_of(fqn) == DENSE else None
-            for fqn in sorted(self._changed)
+            fqn: hash_bits(storage.held[fqn].detach().reshape(-1)).tolist() if plan.domain_of(fqn) == DENSE else None
+            for fqn in sorted(self._changed - cut)
         }
 
     def _here(self, late: Collection[tuple[int, str]]) -> set[str]:
@@ -329,6 +331,15 @@ class Stepper:
                     f"step() with loss_scale set, but the loss was not scaled{where}: call "
                     "optimizer.scale_loss(loss).backward()."
                 )
+        if self._engine.gradients.are_reduced and totals.partly_missing:
+            names = [
+                f"{fqn} (missing on {some} of {all_} ranks)" for fqn, (some, all_) in totals.partly_missing.items()
+            ]
+            raise StateError(
+                f"some ranks have a gradient and some have none: {listed(names)}. Whoever reduced gradients did so on all ranks that "
+                "hold a part of a param, so expected one on all of them or on none. Run the same modules on every rank; zero_grad() "
+                "on all of them goes on from here."
+            )
         if self._policy.strict_grads and totals.missing:
             world = self._engine.plan.world
             names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items()]

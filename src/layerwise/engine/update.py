@@ -262,16 +262,17 @@ class Update:
                     tensors["master"] = shard.master
                 spans = shard.spans_by_fqn.get(fqn, [])
                 found[fqn] = {name: _parts_of(tensor, spans) for name, tensor in tensors.items()}
-        self._add_home_state(found)
         return found
 
-    def _add_home_state(self, found: dict[str, dict[str, Tensor]]) -> None:
+    def home_state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
+        """What homes keep of the matrices of every param, as views; likewise."""
         here = {
             (label, name): tensor[position]
             for batch, tensors in self._home_state.items()
             for name, tensor in tensors.items()
             for position, label in enumerate(batch.labels)
         }
+        found: dict[str, dict[str, Tensor]] = {}
         for work in self._works:
             for item in work.items:
                 rule = self._groups[self._group_of[item.matrix.fqn]].rule
@@ -279,7 +280,9 @@ class Update:
                     continue
                 for name in rule.home_state(*item.matrix.logical_shape):
                     nothing = torch.zeros(0, dtype=torch.float32, device=self._device)
-                    found[item.matrix.fqn][f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)
+                    own = found.setdefault(item.matrix.fqn, {})
+                    own[f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)
+        return found
 
 
 def _parts_of(flat: Tensor, spans: Sequence[Span]) -> Tensor:

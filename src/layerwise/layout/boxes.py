@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from layerwise.config.layouts import WorkPolicy
+from layerwise.dtypes import DType
+from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, NewtonSchulz
+from layerwise.layout.meshes import Placed, copied_on
 from layerwise.layout.shards import Held, Ranks
 from layerwise.layout.spans import Block, Span, numel_in
 from layerwise.routing.geometry import Box
@@ -19,15 +22,43 @@ from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamTable
 
 
-def whole_params(
-    table: ParamTable, routes: Mapping[str, Route], world_by_domain: Mapping[str, int]
+def shards_of_params(
+    table: ParamTable,
+    routes: Mapping[str, Route],
+    world_by_domain: Mapping[str, int],
+    placed: Mapping[str, Placed],
+    *,
+    cost: NewtonSchulz = DEFAULT_COST,
+    hardware: Hardware = DEFAULT_HARDWARE,
 ) -> tuple[BoxShards, ...]:
-    """Every trainable param whole on every rank of its domain, in backward order."""
+    """Every trainable param as it is placed, in backward order; whole on every rank of its domain where nothing is said of
+    it. The cost says whether ranks that hold a matrix whole share the work or repeat it."""
     trainable = [param for param in reversed(table.params) if routes[param.fqn].family != "frozen"]
     return tuple(
-        BoxShards.whole(index, param.domain, param.fqn, param.shape, world_by_domain[param.domain])
+        BoxShards(
+            index,
+            param.domain,
+            param.fqn,
+            param.shape,
+            placed.get(param.fqn, copied_on(world)).boxes(param.shape, world),
+            work=_share_or_repeat(routes[param.fqn], world, cost, hardware),
+        )
         for index, param in enumerate(trainable)
+        for world in (world_by_domain[param.domain],)
     )
+
+
+def _share_or_repeat(route: Route, world: int, cost: NewtonSchulz, hardware: Hardware) -> WorkPolicy:
+    """What is quicker for a matrix that several ranks hold whole: one of them does the work and sends it to the others, in
+    bf16, or each does it. Both save the same part of the whole, so how many ranks there are does not matter, unless it is
+    one. A matrix that nobody holds whole has to go home in any case: where there are copies of its pieces, sharing moves
+    fewer bytes than repeating does."""
+    largest = max(route.matrices, key=lambda matrix: cost.flops(matrix.rows, matrix.cols), default=None)
+    if world == 1 or largest is None:
+        return "repeat"
+    done = hardware.ns_ms(cost.flops(largest.rows, largest.cols))
+    sent = hardware.wire_ms(largest.rows * largest.cols * DType.BF16.itemsize)
+    return "repeat" if done <= sent else "balance"
 
 
 @dataclass(frozen=True)
@@ -42,11 +73,6 @@ class BoxShards:
     """Of every rank of its domain."""
     work: WorkPolicy = "balance"
     tie: str = ""
-
-    @classmethod
-    def whole(cls, index: int, domain: str, fqn: str, shape: tuple[int, ...], world: int) -> BoxShards:
-        """A param of which every rank has all."""
-        return cls(index, domain, fqn, shape, (Box((0,) * len(shape), shape),) * world, work="repeat")
 
     @property
     def label(self) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
+from layerwise.layout.cost import Hardware
 from layerwise.layout.schedule import CommOp, build_schedule, wire_nbytes
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan
@@ -28,16 +29,6 @@ _AS_QUICK = 1.02
 """Times within 2 % are equal: the model is not more exact than that."""
 _AS_LEAN = 1.1
 """A layout that needs over 10 % more memory than the leanest is not chosen, however quick."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """What a rank can do: figures to turn bytes and FLOPs into time."""
-
-    ns_tflops: float = 400.0
-    """Newton-Schulz in bf16 as one H200 runs it: 60 % of what its largest products reach."""
-    link_gb_s: float = 45.0
-    """One 400 Gb/s network card per rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +138,8 @@ def score(layout: Layout, draft: Draft, group: BufferGroup, grad_dtype: DType, h
         exposed_nbytes=exposed,
         memory_nbytes=max(_memory(buffers, grad_dtype, work.world)),
         imbalance=mine.imbalance,
-        wire_ms=(after + exposed) / hardware.link_gb_s / 1e6,
-        ns_ms=max(mine.loads) / hardware.ns_tflops / 1e9,
+        wire_ms=hardware.wire_ms(after + exposed),
+        ns_ms=hardware.ns_ms(max(mine.loads)),
     )
 
 

@@ -85,11 +85,11 @@ def exchange_for(work: WorkPlan, plans: Mapping[int, ShardPlan], cohort: int, ra
             for span, holders in pieces_of(plan, item.matrix):
                 regions = regions_of(item.matrix, span)
                 if rank not in holders:
-                    there_in.append(Parcel(number, nearest(holders, rank), rank, regions))
+                    there_in.append(Parcel(number, nearest(holders, rank, work.world), rank, regions))
                 back_out.extend(
                     Parcel(number, holder, rank, regions)
                     for holder in holders
-                    if holder not in item.homes and nearest(item.homes, holder) == rank
+                    if holder not in item.homes and nearest(item.homes, holder, work.world) == rank
                 )
         for span in plan.spans_of(item.matrix.fqn, rank):
             regions = regions_of(item.matrix, span)
@@ -98,12 +98,12 @@ def exchange_for(work: WorkPlan, plans: Mapping[int, ShardPlan], cohort: int, ra
             if rank in item.homes:
                 stays.append(Parcel(number, rank, rank, regions))
             else:
-                back_in.append(Parcel(number, rank, nearest(item.homes, rank), regions))
+                back_in.append(Parcel(number, rank, nearest(item.homes, rank, work.world), regions))
             holders = plan.copies(span, rank)
             there_out.extend(
                 Parcel(number, rank, home, regions)
                 for home in item.homes
-                if home not in holders and nearest(holders, home) == rank
+                if home not in holders and nearest(holders, home, work.world) == rank
             )
     return Exchange(
         cohort=cohort,
@@ -206,10 +206,10 @@ def _copied_moves(plan: ShardPlan, item: WorkItem) -> Iterator[tuple[int, int, b
         numel = numel_in(item.matrix, span)
         for home in item.homes:
             if home not in holders:
-                yield nearest(holders, home), numel, False
+                yield nearest(holders, home, plan.world), numel, False
         for holder in holders:
             if holder not in item.homes:
-                yield nearest(item.homes, holder), numel, True
+                yield nearest(item.homes, holder, plan.world), numel, True
 
 
 class _Held:

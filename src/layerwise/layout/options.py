@@ -10,15 +10,12 @@ from typing import Literal
 from layerwise.config.layouts import LAYOUTS, Layout
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
-from layerwise.layout.choice import Hardware
-from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
+from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, NewtonSchulz
 from layerwise.layout.slots import STAGINGS, Staging
 from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, ParamSync, Reducer
 from layerwise.layout.work import DEFAULT_COHORT_NUMEL
 from layerwise.routing.rules import RouteRule
 from layerwise.units import MIB
-
-DEFAULT_HARDWARE = Hardware()
 
 Memory = Literal["buffers", "params"]
 MEMORIES: tuple[Memory, ...] = ("buffers", "params")

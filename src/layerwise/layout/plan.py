@@ -11,8 +11,9 @@ from operator import add
 
 from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
-from layerwise.layout.boxes import whole_params
+from layerwise.layout.boxes import shards_of_params
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts, spread
+from layerwise.layout.meshes import Placed
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
 from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
@@ -233,18 +234,27 @@ def make_plan(
     worlds: Mapping[str, int] | None = None,
     ranks: int | None = None,
     stages_by_tie: Mapping[str, int] | None = None,
+    placed: Mapping[str, Placed] | None = None,
 ) -> Plan:
     """Route, lay out and assign: the whole plan from a table of params.
 
     `world` ranks hold the dense params; `worlds` says how many hold those of other domains, if not as many; `ranks` is
     all of them, other pipeline stages included. A tied weight is on two stages unless `stages_by_tie` says otherwise.
+    `placed` says how params that stay in memory of their own are cut; those that it does not name are whole everywhere.
 
     >>> from layerwise.routing.spec import table_of
     >>> make_plan(table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), world=2).works[0].imbalance
     1.0
     """
     plans = compare_plans(
-        table, (options.layout,), options, world=world, worlds=worlds, ranks=ranks, stages_by_tie=stages_by_tie
+        table,
+        (options.layout,),
+        options,
+        world=world,
+        worlds=worlds,
+        ranks=ranks,
+        stages_by_tie=stages_by_tie,
+        placed=placed,
     )
     return plans[options.layout]
 
@@ -258,6 +268,7 @@ def compare_plans(
     worlds: Mapping[str, int] | None = None,
     ranks: int | None = None,
     stages_by_tie: Mapping[str, int] | None = None,
+    placed: Mapping[str, Placed] | None = None,
 ) -> dict[str, Plan]:
     """The plans of several layouts in place of the one in `options`, for little more than the dearest costs: what they
     share is done once."""
@@ -272,7 +283,9 @@ def compare_plans(
         buffers: tuple[BufferPlan, ...] = ()
         own: tuple[ShardPlan, ...] = ()
         if options.memory == "params":
-            own = whole_params(table, routes, world_by_domain)
+            own = shards_of_params(
+                table, routes, world_by_domain, placed or {}, cost=options.cost, hardware=options.hardware
+            )
         else:
             buffers = plan_storage(
                 table,

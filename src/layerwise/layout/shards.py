@@ -105,8 +105,10 @@ def whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:
     return tuple(rank for first, stop in whole for rank in range(first, stop))
 
 
-def nearest(ranks: Ranks, to: int) -> int:
-    """Of these ranks the one that is nearest: neighbours share a machine."""
+def nearest(ranks: Ranks, to: int, world: int) -> int:
+    """Of these ranks, out of `world`, the one that is nearest to a rank: itself, or the one that comes as far along among them
+    as it comes among all. Neighbours share a machine, copies lie one behind the other, and so each of them serves as many
+    ranks as the others do."""
     if len(ranks) == 1:
         return ranks[0]
-    return to if to in ranks else min(ranks, key=lambda rank: (abs(rank - to), rank))
+    return to if to in ranks else ranks[to * len(ranks) // world]

@@ -9,7 +9,7 @@ from operator import attrgetter, is_not, ne
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from layerwise.memory.hooked import grads_of
@@ -27,7 +27,7 @@ class Places:
     param takes longer than the read.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = list(params)
         with DisableTorchFunctionSubclass():
             self._addresses = list(map(_DATA_PTR, self._params))

@@ -70,12 +70,16 @@ class Storage:
         params: Mapping[str, nn.Parameter],
         ranks: Mapping[str, int],
         other: torch.device = _CPU,
+        held: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`other` is the device of what is not trained: that of a model that trains nothing."""
+        """`other` is the device of what is not trained: that of a model that trains nothing. `held` is what this rank has of
+        each param, where that is not all of it."""
         self.plan = plan
         self.ranks = dict(ranks)
         """This rank's number in every domain."""
         self.params = dict(params)
+        self.held: dict[str, Tensor] = dict(params if held is None else held)
+        """What this rank has of each param: itself, or its part."""
         planned = {fqn for shard in plan.shards for fqn in shard.fqns}
         if planned != self.params.keys():
             missing = sorted(planned ^ self.params.keys())
@@ -89,7 +93,7 @@ class Storage:
             self._own_shard(shard) for shard in plan.shards
         )
         self._fqns = tuple(self.params)
-        self._places = Places(tuple(self.params.values()))
+        self._places = Places(tuple(self.held.values()))
 
     @property
     def keeps_updates(self) -> bool:
@@ -145,10 +149,10 @@ class Storage:
     def _own_shard(self, plan: ShardPlan) -> Shard:
         """A shard that is a param's own memory. Its update comes with the gradient."""
         (fqn,) = plan.fqns
-        param = self.params[fqn]
-        if not param.is_contiguous():
-            param.data = param.data.contiguous()
-        weight = param.data.view(-1)
+        held = self.held[fqn]
+        if not held.is_contiguous():
+            held.data = held.data.contiguous()
+        weight = held.data.view(-1)
         nothing = torch.empty(0, dtype=torch.float32, device=self.device)
         shard = Shard(plan, plan.spans(self.ranks[plan.domain]), weight, _master_of(weight), nothing)
         shard.take_weight()
@@ -211,7 +215,7 @@ class Storage:
 
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
-        increment_version(list(self.params.values()))
+        increment_version(list(self.held.values()))
         self._places.note()
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.comm.groups import (
+    ProcessGroup,
     agree,
     alone,
     any_rank,
@@ -18,10 +19,11 @@ from layerwise.comm.groups import (
     derive_together,
 )
 from layerwise.comm.roster import check_alike
+from layerwise.comm.sharded import groups_of, is_sharded, like, placements_of, reshard
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
 from layerwise.engine.algorithms import LiveOptions
-from layerwise.engine.engine import Engine, Settings, refuse_sharded
+from layerwise.engine.engine import Engine, Settings
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.param_groups import live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
@@ -33,23 +35,25 @@ from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
-from layerwise.models.table import named_params
+from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.models.tracing import never_traced
-from layerwise.optim.state import ExtraState, describe_spans, export_state, fit_state
+from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
 from layerwise.routing.rules import RouteRule
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Steps a `DataParallel` model, or a plain module in a single process.
+    """Steps a `DataParallel` model, a module that torch's `fully_shard` or `parallelize_module` has cut, or a plain one in a
+    single process.
 
     `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called.
 
     Args:
-        model: a `DataParallel`, or a plain `nn.Module`.
+        model: a `DataParallel`, or an `nn.Module`, whose params may be DTensors.
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
         strict: strict routing for a plain module, as in `DataParallel`.
+        process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
         norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
@@ -73,6 +77,7 @@ class Optimizer(torch.optim.Optimizer):
         other: Rule,
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
+        process_group: ProcessGroup | None = None,
         clip_grad_norm: float | None = None,
         clip: ClipScope = "all",
         norm_groups: Mapping[str, str] | None = None,
@@ -84,7 +89,7 @@ class Optimizer(torch.optim.Optimizer):
         strict_grads: bool = False,
         max_skipped: int | None = None,
     ) -> None:
-        self._engine = _engine_of(model, rules, strict)
+        self._engine = _engine_of(model, rules, strict, process_group)
         plan = self._engine.plan
         self._is_sealed = self._has_said_part = False
 
@@ -122,8 +127,13 @@ class Optimizer(torch.optim.Optimizer):
         self._stepper = Stepper(self._engine, planned, wire_dtypes(self._engine.plan.works, dtypes))
         self._planned_ns_dtypes = self._ns_dtypes()
         check_alike(groups, self._engine.roster, "is updated", self._tie_settings())
+        self._steps = torch.zeros(())
+        home_state = self._stepper.update.home_state_by_fqn()
         for fqn, tensors in self._stepper.update.state_by_fqn().items():
-            self.state[self._engine.storage.params[fqn]] = tensors
+            param = self._engine.storage.params[fqn]
+            if not self._is_wrapped:  # then state lies as its param does
+                tensors = {STEP: self._steps, **{name: like(param, tensor) for name, tensor in tensors.items()}}
+            self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self._engine.attach(self)
 
     def _refuse(self, rules: object, strict: bool) -> None:
@@ -196,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         # An update is what it is, also in the middle of a forward's autocast.
         with torch.autocast(self._engine.storage.device.type, enabled=False):
             self._stepper.step(self._live())
+        self._steps.fill_(self._engine.count.steps)
         return loss
 
     @never_traced
@@ -278,6 +289,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.publisher.ensure_all()
         fitting.write(self)
         engine.count.steps = fitting.extra["step"]
+        self._steps.fill_(engine.count.steps)
         if scaler is not None and loaded is not None:
             scaler.load_state_dict(loaded)
         engine.publisher.begin()
@@ -329,8 +341,11 @@ def _in_words(group: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool) -> Engine:
-    """The engine of a wrapped model, or a new one for a plain module in a single process."""
+def _engine_of(
+    model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool, process_group: ProcessGroup | None
+) -> Engine:
+    """The engine of a wrapped model, or a new one for a module that stays as it is: sharded by others, or in a single
+    process."""
     engine = getattr(model, "engine", None)
     if isinstance(engine, Engine):
         check_still_alone(engine.groups)
@@ -344,11 +359,15 @@ def _engine_of(model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool
         raise TypeError(
             f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
         )
-    refuse_sharded(dict(named_params(model)))
+    settings = Settings(options=Options(rules=rules, strict=strict, memory="params"), overlap_grad_reduce=False)
+    reshard((model,))
+    params = dict(named_params(model))
+    if any(map(is_sharded, params.values())):
+        groups, placed = placements_of(groups_of(params, process_group), params, domains_by_prefix(model))
+        return Engine((model,), groups, settings, placed)
     if default_world() > 1:
         raise ValueError(
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
             "Wrap it: layerwise.DataParallel(module)."
         )
-    settings = Settings(options=Options(rules=rules, strict=strict, memory="params"), overlap_grad_reduce=False)
     return Engine((model,), alone(), settings)

@@ -8,11 +8,15 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from layerwise.comm.sharded import local_of, placed_alike
 from layerwise.config.rules import plain_option
 from layerwise.engine.param_groups import live_rule
 from layerwise.memory.storage import Storage
 
 _KEY = "layerwise"
+STEP = "step"
+"""What the state of a param that lies in memory of its own has beside tensors of its shape: successful steps so far, as
+torch's optimizers have it. It goes through checkpoints that know of state and param groups only."""
 
 
 class ExtraState(TypedDict):
@@ -28,11 +32,13 @@ class ExtraState(TypedDict):
 
 
 def describe_spans(storage: Storage) -> dict[str, list[int]]:
-    """The elements of every param that this rank's state covers: where each span begins and ends, in order."""
+    """The elements of every param that this rank's state covers: where each span begins and ends, in order, and where its
+    block begins, if it has one."""
     found: dict[str, list[int]] = {}
     for shard in storage.shards:
         for span in shard.spans:
-            found.setdefault(span.fqn, []).extend((span.start, span.stop))
+            block = () if span.block is None else span.block.box.starts
+            found.setdefault(span.fqn, []).extend((span.start, span.stop, *block))
     return found
 
 
@@ -53,7 +59,7 @@ class Fitting(NamedTuple):
 
     def write(self, optimizer: torch.optim.Optimizer) -> None:
         for target, source in self.tensors:
-            target.copy_(source)
+            local_of(target).copy_(local_of(source))
         for group, theirs in zip(optimizer.param_groups, self.groups, strict=True):
             group.update({name: value for name, value in theirs.items() if name not in ("params", "name")})
 
@@ -62,7 +68,7 @@ def fit_state(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object], mine: ExtraState, fixed: Sequence[str]
 ) -> Fitting:
     """Check a state dict against the optimizer, whole, before anything is written; `fixed` options cannot change."""
-    saved = _Saved.of(state_dict)
+    saved = _Saved.of(state_dict, mine)
     if saved.extra["spans"] != mine["spans"] and saved.extra["plan"] == mine["plan"]:
         raise ValueError(
             f"state dict is the part of rank {saved.extra['rank']}, this is rank {mine['rank']}: every rank has a part of its own. "
@@ -102,13 +108,20 @@ class _Saved(NamedTuple):
     extra: ExtraState
 
     @classmethod
-    def of(cls, state_dict: Mapping[str, Any]) -> _Saved:
+    def of(cls, state_dict: Mapping[str, Any], mine: ExtraState) -> _Saved:
+        steps = [entry[STEP] for entry in state_dict.get("state", {}).values() if STEP in entry]
         for key in ("state", "param_groups", _KEY):
-            if key not in state_dict:
+            if key not in state_dict and not (key == _KEY and steps):
                 raise ValueError(
                     f"state dict has no {key!r}: expected one that layerwise.Optimizer.state_dict() wrote."
                 )
-        extra = state_dict[_KEY]
+        # torch's distributed checkpoints know of state and param groups only.
+        extra = state_dict.get(_KEY, mine)
+        if steps:
+            counts = {int(step) for step in steps}
+            if len(counts) > 1:
+                raise ValueError(f"state dict has params at different steps: {sorted(counts)}. Expected all at one.")
+            extra = {**extra, "step": counts.pop()}
         lacking = sorted(ExtraState.__required_keys__ - set(extra))
         if lacking:
             raise ValueError(f"state dict entry {_KEY!r} lacks {', '.join(map(repr, lacking))}.")
@@ -131,10 +144,20 @@ def _matched(fqn: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor])
     """Every tensor of a param with what goes into it; raises if they do not fit."""
     if set(mine) != set(theirs):
         raise ValueError(f"state dict has {sorted(theirs)} for param {fqn!r}: expected {sorted(mine)}.")
+    found = []
     for name, target in mine.items():
-        if theirs[name].shape != target.shape or theirs[name].dtype != target.dtype:
+        if name == STEP:
+            continue
+        source = theirs[name]
+        if source.shape != target.shape or source.dtype != target.dtype:
             raise ValueError(
-                f"state dict has {name!r} of param {fqn!r} as {tuple(theirs[name].shape)} {theirs[name].dtype}: "
+                f"state dict has {name!r} of param {fqn!r} as {tuple(source.shape)} {source.dtype}: "
                 f"expected {tuple(target.shape)} {target.dtype}."
             )
-    return [(target, theirs[name]) for name, target in mine.items()]
+        if not placed_alike(target, source):
+            raise ValueError(
+                f"state dict has {name!r} of param {fqn!r} on other ranks, or cut in another way, than the param: expected a DTensor "
+                "with the param's mesh and placements. torch.distributed.checkpoint brings it there."
+            )
+        found.append((target, source))
+    return found

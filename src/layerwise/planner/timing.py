@@ -51,7 +51,7 @@ def work_of(plan: Plan, rules: Rules) -> Work:
     if not isinstance(rules.matrix, Muon) or not any(plan.loads):
         return Work(ms=0.0, imbalance=1.0, idle_ranks=0)
     return Work(
-        ms=max(plan.loads) / plan.options.hardware.ns_tflops / 1e9,
+        ms=plan.options.hardware.ns_ms(max(plan.loads)),
         imbalance=plan.imbalance,
         idle_ranks=plan.loads.count(0),
     )

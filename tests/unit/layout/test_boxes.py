@@ -9,10 +9,15 @@ from random import Random
 import pytest
 
 from layerwise.layout.boxes import BoxShards
+from layerwise.layout.cost import Hardware
+from layerwise.layout.meshes import copied_on
+from layerwise.layout.options import Options
+from layerwise.layout.plan import make_plan
 from layerwise.layout.shards import pieces_of, whole_on
 from layerwise.layout.spans import Block, Span
 from layerwise.routing.geometry import Box
 from layerwise.routing.matrices import Matrix
+from layerwise.routing.spec import table_of
 from tests.strategies import column_blocks, interleaved_blocks, matrix_of, random_boxes, random_cut
 
 
@@ -148,9 +153,8 @@ def test_replicas_of_a_mesh_are_copies_and_ranks_of_one_shard_are_in_order() -> 
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_what_every_rank_has_whole_needs_no_block_and_is_everybodys_work(shape: tuple[int, ...]) -> None:
-    plan = BoxShards.whole(2, "dense", "w", shape, world=3)
-    assert plan.work == "repeat"
+def test_what_every_rank_has_whole_needs_no_block(shape: tuple[int, ...]) -> None:
+    plan = BoxShards(2, "dense", "w", shape, copied_on(3).boxes(shape, 3))
     for rank in range(3):
         (span,) = plan.spans(rank)
         assert span == Span("w", None, 0, math.prod(shape), 0)
@@ -161,3 +165,19 @@ def test_ranks_without_elements_have_no_span() -> None:
     plan = BoxShards(0, "dense", "w", (1, 2), boxes_of((1, 2), (0, (0, 1, 1, 1))))
     assert [len(plan.spans(rank)) for rank in range(3)] == [1, 0, 0]
     assert [plan.shard_numel(rank) for rank in range(3)] == [2, 0, 0]
+
+
+@pytest.mark.parametrize(("width", "world", "homes"), [(4096, 4, 1), (64, 4, 4), (4096, 1, 1)])
+def test_what_is_dear_is_shared_and_what_is_dear_to_send_is_repeated(width: int, world: int, homes: int) -> None:
+    plan = make_plan(table_of([("w", (width, width)), ("v", (width, width))]), Options(memory="params"), world=world)
+    (work,) = plan.works
+    assert [len(item.homes) for item in work.items] == [homes] * 2
+    assert len({tuple(item.homes) for item in work.items}) == (2 if homes < world else 1)
+
+
+def test_a_faster_wire_shares_what_a_slower_one_repeats() -> None:
+    table = table_of([("w", (512, 512))])
+    for link, homes in ((10.0, 4), (1000.0, 1)):
+        hardware = Hardware(link_gb_s=link)
+        (work,) = make_plan(table, Options(memory="params", hardware=hardware), world=4).works
+        assert len(work.items[0].homes) == homes

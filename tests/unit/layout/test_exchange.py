@@ -245,7 +245,8 @@ def test_without_copies_the_way_back_is_the_way_there_turned_round(case: Worked)
 @LIGHT
 @given(anyhow)
 def test_every_copy_and_every_home_has_its_nearest_peer(case: Worked) -> None:
-    """Nothing is sent by one who is further away than another who could, and nothing that is there already."""
+    """Of those who could send, the one that comes as far along among them as the receiver does among all ranks; and nothing
+    is sent that is there already."""
     for cohort in range(case.work.num_cohorts):
         for table in tables_of(case, cohort):
             for parcel in table.there.sends:
@@ -257,11 +258,11 @@ def test_every_copy_and_every_home_has_its_nearest_peer(case: Worked) -> None:
                     if wanted <= {value_of(case, span.fqn, at) for span in plan.spans(rank) for at in positions(span)}
                 ]
                 assert parcel.home not in holding
-                assert min(abs(rank - parcel.home) for rank in holding) == abs(table.rank - parcel.home)
+                assert table.rank == holding[parcel.home * len(holding) // plan.world]
             for parcel in table.back.sends:
                 homes = case.work.items[parcel.item].homes
                 assert parcel.holder not in homes
-                assert min(abs(rank - parcel.holder) for rank in homes) == abs(table.rank - parcel.holder)
+                assert table.rank == homes[parcel.holder * len(homes) // case.work.world]
 
 
 @LIGHT

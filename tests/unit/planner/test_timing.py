@@ -7,8 +7,8 @@ import pytest
 from benchmarks.layouts import figures
 from layerwise.config.layouts import LAYOUTS
 from layerwise.config.rules import AdamW, Muon
-from layerwise.layout.choice import Hardware, sent_by_rank
-from layerwise.layout.cost import NewtonSchulz
+from layerwise.layout.choice import sent_by_rank
+from layerwise.layout.cost import Hardware, NewtonSchulz
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.planner.presets import preset

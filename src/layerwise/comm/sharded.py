@@ -1,0 +1,222 @@
+"""Params that torch's own fully_shard() or parallelize_module() has cut: what is read off them, and the memory behind
+them. The only reader of DTensors.
+
+What is read is plain numbers (ranks, shape of the mesh, placements), and boxes are derived from those alone. torch's own
+offsets are not asked for: they are wrong for two uneven cuts of one dim (13 rows over 3 x 2 ranks).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerwise.comm.groups import Groups, all_ranks, default_world, derive_together, my_domain, share
+from layerwise.errors import PlanMismatchError
+from layerwise.layout.meshes import Cut, Placed
+from layerwise.layout.shards import Ranks
+from layerwise.routing.spec import EXPERT
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: a DTensor's own memory; of anything else, itself."""
+    own: Any = tensor
+    local: Tensor = own._local_tensor if is_sharded(tensor) else tensor
+    return local
+
+
+def shape_here(tensor: Tensor) -> torch.Size:
+    """The shape of what this rank has of a tensor."""
+    return local_of(tensor).shape
+
+
+def placed_alike(own: Tensor, other: Tensor) -> bool:
+    """Whether two tensors lie on the same ranks in the same way."""
+    if not is_sharded(own) or not is_sharded(other):
+        return is_sharded(own) is is_sharded(other)
+    one, two = _as_dtensor(own), _as_dtensor(other)
+    return bool(one.device_mesh == two.device_mesh and one.placements == two.placements)
+
+
+def like(param: Tensor, local: Tensor) -> Tensor:
+    """A tensor that lies as a param does, of which this rank has `local`: not a copy of it."""
+    if not is_sharded(param):
+        return local.view(param.shape)
+    own = _as_dtensor(param)
+    found: Tensor = type(own.data).from_local(
+        local.view(shape_here(param)),
+        own.device_mesh,
+        own.placements,
+        run_check=False,
+        shape=own.shape,
+        stride=own.stride(),
+    )
+    return found
+
+
+def grad_here(param: Tensor, grad: Tensor) -> Tensor:
+    """What this rank has of a param's gradient. Where it is not placed as the param is (a sum that torch has put off), torch
+    brings it there: on every rank of the mesh, as it would for any optimizer."""
+    if is_sharded(param) and not placed_alike(param, grad):
+        own = _as_dtensor(param)
+        grad = _as_dtensor(grad).redistribute(own.device_mesh, own.placements)
+    return local_of(grad)
+
+
+def reshard(chunks: Iterable[nn.Module]) -> None:
+    """Have modules of fully_shard() hold the params that are trained, and not gathered copies of them: a forward without
+    backward may have left those. Nothing is sent for it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in (module for chunk in chunks for module in chunk.modules()) if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def groups_of(params: Mapping[str, nn.Parameter], process_group: dist.ProcessGroup | None) -> Groups:
+    """The ranks that the meshes of sharded params have, all in one group."""
+    if process_group is not None:
+        return all_ranks(process_group)
+    meshes = [_as_dtensor(param).device_mesh for param in params.values() if is_sharded(param)]
+    everyone = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    if everyone == set(range(dist.get_world_size())):
+        return all_ranks()
+    for mesh in meshes:
+        if mesh.ndim == 1 and set(mesh.mesh.tolist()) == everyone:
+            return all_ranks(mesh.get_group())
+    raise ValueError(
+        f"params lie on the ranks {sorted(everyone)}, of {dist.get_world_size()}: nobody knows a process group of just these. Pass "
+        "process_group=, with all ranks that hold a part of this model."
+    )
+
+
+def placements_of(
+    groups: Groups, params: Mapping[str, nn.Parameter], domain_of: Callable[[str], str]
+) -> tuple[Groups, dict[str, Placed]]:
+    """How every sharded param is cut, the same on every rank, and the groups of ranks that hold them between them.
+
+    A mesh that has a part of the ranks only is one of several: fully_shard() over the data-parallel dim of a larger mesh
+    knows nothing of the other dims. Ranks tell each other which meshes there are. A param that modules name as one of
+    experts is another one on each mesh; any other is a copy of the same one, which the first step makes sure of.
+    """
+    mine: dict[str, Placed] = {}
+
+    def parts() -> dict[str, object]:
+        ranks = [0] if groups.training is None else dist.get_process_group_ranks(groups.training)
+        number_of = {rank: number for number, rank in enumerate(ranks)}
+        mine.update((fqn, _read(fqn, param, number_of)) for fqn, param in params.items() if is_sharded(param))
+        return {fqn: list(placed.ranks) for fqn, placed in mine.items() if len(placed.ranks) < groups.world}
+
+    told: list[Any] = share(groups, parts)
+    names = sorted({fqn for facts in told for fqn in facts})
+    meshes_of = {fqn: _meshes(fqn, [facts.get(fqn) for facts in told]) for fqn in names}
+    apart = {fqn: meshes for fqn, meshes in meshes_of.items() if domain_of(fqn) == EXPERT and len(meshes) > 1}
+    if apart:
+        groups = _with_experts(groups, apart)
+
+    def cut() -> dict[str, Placed]:
+        for fqn, meshes in meshes_of.items():
+            if fqn in apart:
+                own = next(sorted(mesh) for mesh in meshes if groups.rank in mesh)
+                mine[fqn] = mine[fqn]._replace(ranks=tuple(own.index(rank) for rank in mine[fqn].ranks))
+            elif len(meshes) > 1:
+                mine[fqn] = mine[fqn].on_all(meshes)
+        for fqn, placed in mine.items():
+            domain = groups.domains[domain_of(fqn)]
+            _check_box(fqn, params[fqn], placed, domain.world, domain.rank)
+        return mine
+
+    return groups, derive_together(groups, "placements", cut, lambda _: {})
+
+
+def _as_dtensor(tensor: Tensor) -> Any:
+    return tensor
+
+
+def _read(fqn: str, param: Tensor, number_of: Mapping[int, int]) -> Placed:
+    """One param's place, with ranks by their number in the group."""
+    own = _as_dtensor(param)
+    ranks = own.device_mesh.mesh.flatten().tolist()
+    outside = [rank for rank in ranks if rank not in number_of]
+    if outside:
+        raise ValueError(
+            f"param {fqn!r} lies on the ranks {ranks}, of which {outside} are not in the process group: expected all of them. "
+            "Pass process_group=, with all ranks that hold a part of this model."
+        )
+    return Placed(
+        tuple(number_of[rank] for rank in ranks),
+        tuple(own.device_mesh.mesh.shape),
+        tuple(_cut(fqn, placement, param.ndim) for placement in own.placements),
+    )
+
+
+def _cut(fqn: str, placement: Any, ndim: int) -> Cut | None:
+    if placement.is_replicate():
+        return None
+    dim = getattr(placement, "dim", None)
+    if not isinstance(dim, int) or placement.is_partial():
+        raise TypeError(
+            f"param {fqn!r} has the placement {placement}: expected Shard(dim) or Replicate(). Redistribute it first."
+        )
+    return Cut(dim % ndim, getattr(placement, "split_factor", 1))
+
+
+def _meshes(fqn: str, told: Sequence[list[int] | None]) -> tuple[Ranks, ...]:
+    """The meshes that a param is on, from what every rank says of its own, by their first ranks."""
+    found = sorted({tuple(ranks) for ranks in told if ranks is not None}, key=min)
+    for rank, ranks in enumerate(told):
+        others = [mesh for mesh in found if rank in mesh and list(mesh) != ranks]
+        if others:
+            raise PlanMismatchError(
+                f"param {fqn!r} is on the ranks {ranks} as rank {rank} sees it, and on {list(others[0])} as others do: expected every rank "
+                "to have it on one mesh. Shard the model in the same way on all of them."
+            )
+    if len({len(mesh) for mesh in found}) > 1:
+        raise PlanMismatchError(
+            f"param {fqn!r} is on meshes of different sizes, {list(map(list, found))}: expected copies to be cut alike."
+        )
+    return tuple(found)
+
+
+def _with_experts(groups: Groups, apart: Mapping[str, Sequence[Ranks]]) -> Groups:
+    """The same ranks, with one set of them per mesh of the experts."""
+    (first, sets), *others = ((fqn, {tuple(sorted(mesh)) for mesh in meshes}) for fqn, meshes in apart.items())
+    for fqn, theirs in others:
+        if theirs != sets:
+            raise ValueError(
+                f"params {first!r} and {fqn!r} are experts on different meshes: {sorted(sets)} and {sorted(theirs)}. Expected all "
+                "experts on one."
+            )
+    if sorted(rank for ranks in sets for rank in ranks) != list(range(default_world())):
+        raise ValueError(
+            f"param {first!r} is on the ranks {sorted(sets)}, of {default_world()}: expected every rank to have experts."
+        )
+    domain = my_domain(sorted(sets), {}, groups.made, checked=False)
+    place = next(number for number, ranks in enumerate(sorted(sets)) if groups.rank in ranks)
+    return replace(groups, domains={**groups.domains, EXPERT: domain}, expert_place=place)
+
+
+def _check_box(fqn: str, param: Tensor, placed: Placed, world: int, rank: int) -> None:
+    """Raise unless what was derived is what is there."""
+    box, here = placed.boxes(tuple(param.shape), world)[rank], shape_here(param)
+    if box.shape != tuple(here) and (box.numel or here.numel()):
+        raise ValueError(
+            f"param {fqn!r} of shape {tuple(param.shape)} has a local tensor of shape {tuple(here)} here; its placements "
+            f"{_as_dtensor(param).placements} on a mesh of {placed.mesh} make it {box.shape}. Cut it with fully_shard() or "
+            "distribute_tensor(), in equal chunks."
+        )
+    if not local_of(param).is_contiguous():
+        raise ValueError(
+            f"param {fqn!r} has a local tensor with the strides {local_of(param).stride()}: expected its elements in the order of its "
+            "indices. Call contiguous() on the weight before it is sharded."
+        )

@@ -1,0 +1,91 @@
+"""Whether ranks that should hold the same have the same bits: before a bad start is spread, or whenever it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from layerwise.comm.collectives import Communicator
+from layerwise.comm.groups import Groups, share
+from layerwise.errors import StateError
+from layerwise.kernels.hashing import hash_bits
+from layerwise.memory.storage import Storage
+
+_ADVICE = "a step would mix them. Load the same weights on every rank, or build the model anew."
+
+
+def check_copies(storage: Storage, communicators: Mapping[str, Communicator], groups: Groups) -> None:
+    """Raise on every rank, naming a param, unless all that are copies of each other are equal: replicas of all ranks of a
+    domain, and shards that several ranks hold. All replicas must be up to date, and no reduction under way."""
+    problems = [
+        _in_replicas(storage, domain, communicator) or _in_shards(storage, domain, communicator)
+        for domain, communicator in sorted(communicators.items())
+    ]
+    told = share(groups, lambda: {"problem": next(filter(None, problems), "")})
+    found = next((text for facts in told if (text := str(facts["problem"]))), "")
+    if found:
+        raise StateError(found)
+
+
+def _in_replicas(storage: Storage, domain: str, communicator: Communicator) -> str:
+    """The first param of the domain's replicas that is not the same on every rank, in words."""
+    replicas = [replica for replica in storage.replicas if replica.plan.domain == domain]
+    differs = _first_difference([replica.weights for replica in replicas], communicator)
+    if differs is None:
+        return ""
+    number, rank = differs
+    plan = replicas[number].plan
+    params = [storage.params[placement.fqn].detach().view(-1) for placement in plan.placements]
+    which = _first_difference(params, communicator)
+    name = plan.placements[which[0] if which else 0].fqn
+    return (
+        f"param {name!r} ({plan.label}) has other values on rank {rank} of domain {domain!r} than on rank 0: {_ADVICE}"
+    )
+
+
+def _first_difference(tensors: Sequence[Tensor], communicator: Communicator) -> tuple[int, int] | None:
+    """The first tensor whose bits are not those of rank 0 on some rank, and that rank. The same answer on every rank."""
+    if not tensors:
+        return None
+    rows = communicator.gather_numbers(torch.cat([hash_bits(tensor) for tensor in tensors]), label="replicas").cpu()
+    differing = (rows != rows[0]).nonzero()
+    if not len(differing):
+        return None
+    rank, number = differing[differing[:, 1].argmin()].tolist()
+    return number // 2, rank
+
+
+def _in_shards(storage: Storage, domain: str, communicator: Communicator) -> str:
+    """The first span of this rank's own shards in the domain of which an earlier rank has another copy, in words."""
+    shards = [] if storage.replicas else [shard for shard in storage.shards if shard.plan.domain == domain]
+    if not shards or communicator.world == 1:
+        return ""
+    me = communicator.rank
+    places = [
+        [
+            {span[:-1]: number for number, span in enumerate(shard.plan.spans(rank))}
+            for rank in range(communicator.world)
+        ]
+        for shard in shards
+    ]
+    first_slot, total = [], 0
+    for by_rank in places:
+        first_slot.append(total)
+        total += max(map(len, by_rank))
+    hashes = torch.zeros(total, 2, dtype=torch.int64, device=storage.device)
+    for shard, slot in zip(shards, first_slot, strict=True):
+        for number, span in enumerate(shard.spans):
+            hashes[slot + number] = hash_bits(shard.weight[span.part])
+    rows = communicator.gather_numbers(hashes.flatten(), label="copies").cpu().view(communicator.world, total, 2)
+    for shard, by_rank, slot in zip(shards, places, first_slot, strict=True):
+        for number, span in enumerate(shard.spans):
+            first = shard.plan.copies(span, me)[0]
+            theirs = rows[first, slot + by_rank[first][span[:-1]]]
+            if not torch.equal(rows[me, slot + number], theirs):
+                return (
+                    f"param {span.fqn!r} has other values on rank {me} of domain {domain!r} than on rank {first}, which hold copies of "
+                    f"the same part of it: {_ADVICE}"
+                )
+    return ""

@@ -1,0 +1,99 @@
+"""Params that somebody else has cut over a mesh of ranks: every rank's box, from plain numbers and nothing else.
+
+A dim of a mesh either copies a param or cuts one of its dims into chunks, as `torch.chunk` does: all as long as the first,
+the last one shorter, and nothing for the ranks that are left. Two dims of a mesh that cut the same dim of a param cut one
+after the other: a chunk of a chunk. Which comes first is part of what is known, because it matters: tensor parallelism cuts
+before data parallelism does, although its ranks are the inner dim of the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+from layerwise.layout.shards import Ranks
+from layerwise.routing.geometry import Box
+
+
+class Cut(NamedTuple):
+    """What one dim of a mesh does to a param: cut this dim of it."""
+
+    dim: int
+    after: int = 1
+    """Into how many chunks dims of the mesh further in have cut it before."""
+
+
+class Placed(NamedTuple):
+    """A param on a mesh."""
+
+    ranks: Ranks
+    """Who sits on the mesh, its last dim running fastest."""
+    mesh: tuple[int, ...]
+    """Its shape."""
+    cuts: tuple[Cut | None, ...]
+    """One per dim of the mesh; None copies."""
+
+    def boxes(self, shape: tuple[int, ...], world: int) -> tuple[Box, ...]:
+        """What each of `world` ranks has of a param of this shape. Who is not on the mesh has nothing."""
+        nothing = Box((0,) * len(shape), (0,) * len(shape))
+        found = [nothing] * world
+        orders = [(dim, self._order(dim)) for dim in range(len(shape))]
+        for rank, place in zip(self.ranks, product(*map(range, self.mesh)), strict=True):
+            starts, stops = [0] * len(shape), list(shape)
+            for dim, order in orders:
+                for along in order:
+                    starts[dim], stops[dim] = _chunk(starts[dim], stops[dim], self.mesh[along], place[along])
+            found[rank] = Box(tuple(starts), tuple(stops))
+        return tuple(found)
+
+    def _order(self, dim: int) -> list[int]:
+        """The dims of the mesh that cut this dim of the param, in the order in which they do."""
+        order: list[int] = []
+        for along, cut in reversed(list(enumerate(self.cuts))):
+            if cut is not None and cut.dim == dim:
+                order.insert(self._position(order, cut), along)
+        return order
+
+    def _position(self, order: Sequence[int], cut: Cut) -> int:
+        """Behind how many of the dims further in this one cuts."""
+        chunks = 1
+        for position, along in enumerate([*order, None]):
+            if chunks == cut.after:
+                return position
+            if along is not None:
+                chunks *= self.mesh[along]
+        raise ValueError(
+            f"dim {cut.dim} is cut after it was cut into {cut.after} chunks, and the mesh {self.mesh} cuts it into no such number: "
+            f"the cuts are {self.cuts}."
+        )
+
+    def on_all(self, meshes: Sequence[Ranks]) -> Placed:
+        """The same param on several meshes of this shape, a copy on each."""
+        return Placed(tuple(rank for ranks in meshes for rank in ranks), (len(meshes), *self.mesh), (None, *self.cuts))
+
+    def to_json(self) -> list[object]:
+        """As plain data."""
+        return [list(self.ranks), list(self.mesh), [None if cut is None else list(cut) for cut in self.cuts]]
+
+
+def _chunk(start: int, stop: int, chunks: int, number: int) -> tuple[int, int]:
+    """One of the chunks of an interval."""
+    length = -(-(stop - start) // chunks)
+    return min(start + number * length, stop), min(start + (number + 1) * length, stop)
+
+
+def over(*dims: tuple[int, Cut | None]) -> Placed:
+    """A param over ranks 0, 1, 2 ... of a mesh with these dims, the last one running fastest.
+
+    >>> over((2, Cut(0)), (2, None)).boxes((3, 4), 4)[2]
+    Box(starts=(2, 0), stops=(3, 4))
+    """
+    mesh = tuple(size for size, _ in dims)
+    return Placed(range(math.prod(mesh)), mesh, tuple(cut for _, cut in dims))
+
+
+def copied_on(world: int) -> Placed:
+    """A param of which every rank has all."""
+    return over((world, None))

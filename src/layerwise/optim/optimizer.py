@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
+from layerwise.models.forward.evidence import evidence_for
 from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.models.tracing import never_traced
 from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
@@ -53,6 +55,8 @@ class Optimizer(torch.optim.Optimizer):
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
         strict: strict routing for a plain module, as in `DataParallel`.
+        example_inputs: inputs for a plain module, whose forward is followed on them, as in `DataParallel`.
+        routing: "table", "trace" or the path of a recorded routing, for a module that is not wrapped, as in `DataParallel`.
         process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
@@ -77,6 +81,8 @@ class Optimizer(torch.optim.Optimizer):
         other: Rule,
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
+        example_inputs: object = None,
+        routing: str | PathLike[str] = "table",
         process_group: ProcessGroup | None = None,
         clip_grad_norm: float | None = None,
         clip: ClipScope = "all",
@@ -89,12 +95,12 @@ class Optimizer(torch.optim.Optimizer):
         strict_grads: bool = False,
         max_skipped: int | None = None,
     ) -> None:
-        self._engine = _engine_of(model, rules, strict, process_group)
+        self._engine = _engine_of(model, rules, strict, process_group, (example_inputs, routing))
         plan = self._engine.plan
         self._is_sealed = self._has_said_part = False
 
         def plan_arguments() -> StepPlan:
-            self._refuse(rules, strict)
+            self._refuse(rules, strict or example_inputs is not None or routing != "table")
             return StepPlan(
                 groups=plan_groups(plan, matrix=matrix, other=other),
                 norm_group_of=assign_norm_groups(
@@ -136,11 +142,11 @@ class Optimizer(torch.optim.Optimizer):
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self._engine.attach(self)
 
-    def _refuse(self, rules: object, strict: bool) -> None:
+    def _refuse(self, rules: object, routed: bool) -> None:
         """Raise for what a wrapped model does not take."""
-        if self._is_wrapped and (rules is not None or strict):
+        if self._is_wrapped and (rules is not None or routed):
             raise ValueError(
-                "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
+                "rules, strict, example_inputs or routing were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
             )
         self._engine.check_bound()
         if self._engine.optimizer is not None:
@@ -342,7 +348,11 @@ def _in_words(group: Mapping[str, object]) -> dict[str, str]:
 
 
 def _engine_of(
-    model: nn.Module, rules: Sequence[RouteRule] | None, strict: bool, process_group: ProcessGroup | None
+    model: nn.Module,
+    rules: Sequence[RouteRule] | None,
+    strict: bool,
+    process_group: ProcessGroup | None,
+    followed: tuple[object, object],
 ) -> Engine:
     """The engine of a wrapped model, or a new one for a module that stays as it is: sharded by others, or in a single
     process."""
@@ -359,7 +369,8 @@ def _engine_of(
         raise TypeError(
             f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
         )
-    settings = Settings(options=Options(rules=rules, strict=strict, memory="params"), overlap_grad_reduce=False)
+    options = Options(rules=rules, strict=strict, evidence=evidence_for((model,), *followed), memory="params")
+    settings = Settings(options=options, overlap_grad_reduce=False)
     reshard((model,))
     params = dict(named_params(model))
     if any(map(is_sharded, params.values())):

@@ -48,7 +48,7 @@ def _holder(param: ParamSpec) -> str:
     return next((step for step in reversed(path) if step not in _ADAPTER_STEPS), "")
 
 
-def _lora(param: ParamSpec) -> str | None:
+def low_rank(param: ParamSpec) -> str | None:
     step = next((step for step in param.fqn.split(".") if step.lower().startswith(_LORA_STARTS)), None)
     if step is None:
         return None
@@ -204,7 +204,7 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
     DefaultRule("biases", "other", _bias),
     DefaultRule("embeddings", "other", _embedding),
     DefaultRule("scalars and vectors", "other", _too_small),
-    DefaultRule("low-rank pairs", "other", _lora),
+    DefaultRule("low-rank pairs", "other", low_rank),
     DefaultRule("routers", "other", _router),
     DefaultRule("output heads", "other", _head),
     DefaultRule("one-sided layers", "other", _one_sided),

@@ -54,7 +54,7 @@ class Recorded:
         reason = f"{line.reason} (as recorded in {self.where})"
         if line.family != "matrix":
             return Route(family=line.family, reason=reason)
-        return Route(family="matrix", reason=reason, matrices=matrices_of(param, line.split))
+        return Route(family="matrix", reason=reason, matrices=matrices_of(param, line.split), split=line.split)
 
     def check(self, table: ParamTable) -> None:
         """Raise unless the file describes exactly the trainable params of this model."""
@@ -81,7 +81,7 @@ def routing_to_json(table: ParamTable, routes: Mapping[str, Route]) -> str:
     for param in table:
         if param.trainable:
             route = routes[param.fqn]
-            kind = (starred(param.fqn), param.shape, route.family, _split(param, route), route.reason)
+            kind = (starred(param.fqn), param.shape, route.family, route.split, route.reason)
             groups.setdefault(kind, []).append(param)
             kinds.setdefault(starred(param.fqn), set()).add(kind)
     params = []
@@ -99,11 +99,6 @@ def routing_to_json(table: ParamTable, routes: Mapping[str, Route]) -> str:
         )
     lines = ",\n  ".join(json.dumps(line) for line in params)
     return f'{{"format": {json.dumps(_FORMAT)},\n "params": [\n  {lines}\n ]}}\n'
-
-
-def _split(param: ParamSpec, route: Route) -> Split | None:
-    """How a route's matrices lie in their param, as a split."""
-    return route.split if route.family == "matrix" else None
 
 
 def read_routing(path: str | Path) -> Recorded:
@@ -133,5 +128,7 @@ def _line(entry: dict[str, Any]) -> Line:
     split = entry.get("split")
     if split is not None:
         blocks = tuple(split.get("blocks", ()))
-        split = Split(grid=tuple(split["grid"]), roles=split["roles"], block_axis=split.get("block_axis", 0), blocks=blocks)
+        split = Split(
+            grid=tuple(split["grid"]), roles=split["roles"], block_axis=split.get("block_axis", 0), blocks=blocks
+        )
     return Line(tuple(entry["shape"]), family, split, str(entry["reason"]), int(entry["count"]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layerwise.routing.readings import Reading, Readings, Role
 from layerwise.routing.spec import ParamSpec
+from layerwise.routing.split import Split
 
 
 def starred(fqn: str) -> str:
@@ -24,6 +26,13 @@ class Refusal:
     pattern: str
     """A glob that matches them."""
     params: tuple[ParamSpec, ...]
+    reading: Reading | None = None
+    """What their forward shows, where somebody followed it."""
+
+    @property
+    def split(self) -> Split | None:
+        """The split that their forward shows."""
+        return self.reading.split if self.reading is not None and self.reading.role is Role.MAP else None
 
     @property
     def first(self) -> ParamSpec:
@@ -34,6 +43,11 @@ class Refusal:
         """What is unclear about each of them."""
         if self.first.misfit:
             return self.first.misfit
+        if self.split is not None and self.reading is not None:
+            return (
+                f"looks fused ({self.first.looks_fused!r}), and its forward shows how: {self.reading.why}. Pass routing='trace', or "
+                f"RouteRule(pattern={self.pattern!r}, to='matrix', split={self.split!r})."
+            )
         holder = self.first.module_type or "its module"
         return (
             f"looks fused ({self.first.looks_fused!r}), and more than one reading fits: blocks of rows one after the other, the same "
@@ -61,12 +75,16 @@ class RefusedError(ValueError):
         super().__init__("\n".join(sentences))
 
 
-def fold_refusals(params: Sequence[ParamSpec]) -> list[Refusal]:
+def fold_refusals(params: Sequence[ParamSpec], readings: Readings | None = None) -> list[Refusal]:
     """Refused params by the pattern that covers them, in order of first appearance. A param alone is called by its name."""
     groups: dict[tuple[object, ...], list[ParamSpec]] = {}
+    known = readings or {}
     for param in params:
-        groups.setdefault((starred(param.fqn), param.shape, param.looks_fused, param.misfit), []).append(param)
+        key = (starred(param.fqn), param.shape, param.looks_fused, param.misfit, known.get(param.fqn))
+        groups.setdefault(key, []).append(param)
     return [
-        Refusal(starred(members[0].fqn) if len(members) > 1 else members[0].fqn, tuple(members))
+        Refusal(
+            starred(members[0].fqn) if len(members) > 1 else members[0].fqn, tuple(members), known.get(members[0].fqn)
+        )
         for members in groups.values()
     ]

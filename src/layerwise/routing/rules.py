@@ -11,7 +11,7 @@ from typing import Literal
 from layerwise.config.rules import plain_option
 from layerwise.errors import did_you_mean, listed
 from layerwise.routing.defaults import DEFAULT_RULES, Family
-from layerwise.routing.matrices import Matrix, matrices_of
+from layerwise.routing.matrices import Matrix, default_split, matrices_of
 from layerwise.routing.refusals import RefusedError, fold_refusals
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import Split, row_blocks, stack, whole
@@ -102,6 +102,12 @@ class Route:
     """Number of the user's rule that decided, from 1 on; 0 for the defaults."""
     is_fallback: bool = False
     """Only a last-resort rule took it."""
+    split: Split | None = None
+    """How its matrices lie in it."""
+
+
+Decider = Callable[[ParamSpec], Route | None]
+"""Says where a param goes, or None to leave it to the defaults."""
 
 
 def _user_route(rule: RouteRule, number: int, param: ParamSpec) -> Route:
@@ -117,6 +123,7 @@ def _user_route(rule: RouteRule, number: int, param: ParamSpec) -> Route:
             matrices=matrices_of(param, split),
             options=options,
             rule=number,
+            split=split or default_split(param),
         )
     except ValueError as error:
         raise ValueError(f"route rule {number} ({rule.label}) for param {param.fqn!r}: {error}") from None
@@ -141,6 +148,7 @@ def _default_route(param: ParamSpec) -> Route | None:
         reason=_with_split(reason, param.split),
         matrices=matrices_of(param, param.split),
         is_fallback=rule.is_fallback,
+        split=param.split or default_split(param),
     )
 
 
@@ -153,10 +161,14 @@ def _checked(rules: object) -> tuple[RouteRule, ...]:
 
 
 def route_params(
-    table: ParamTable, rules: Sequence[RouteRule] | None = None, *, strict: bool = False
+    table: ParamTable,
+    rules: Sequence[RouteRule] | None = None,
+    *,
+    strict: bool = False,
+    decide: Decider | None = None,
 ) -> dict[str, Route]:
-    """A route for every param. A user's rule that matches nothing is an error: it was meant for something. With
-    `strict`, so is a param of two or more dims that only a fallback took."""
+    """A route for every param: the user's rules first, then `decide`, then the defaults. A user's rule that matches nothing
+    is an error: it was meant for something. With `strict`, so is a param of two or more dims that only a fallback took."""
     rules = _checked(rules)
     unmatched = dict(enumerate(rules, start=1))
     routes: dict[str, Route] = {}
@@ -165,7 +177,7 @@ def route_params(
         hit = _hit(param, rules)
         if hit is not None:
             unmatched.pop(hit[0], None)
-        route = _route(param, hit)
+        route = _route(param, hit, decide)
         if route is None:
             refused.append(param)
         else:
@@ -192,10 +204,13 @@ def _hit(param: ParamSpec, rules: Sequence[RouteRule]) -> tuple[int, RouteRule] 
     return next(((number, rule) for number, rule in enumerate(rules, start=1) if rule.matches(param)), None)
 
 
-def _route(param: ParamSpec, hit: tuple[int, RouteRule] | None) -> Route | None:
+def _route(param: ParamSpec, hit: tuple[int, RouteRule] | None, decide: Decider | None = None) -> Route | None:
     if not param.trainable:
         return Route(family="frozen", reason="does not require a gradient")
-    return _user_route(hit[1], hit[0], param) if hit is not None else _default_route(param)
+    if hit is not None:
+        return _user_route(hit[1], hit[0], param)
+    decided = decide(param) if decide is not None else None
+    return decided if decided is not None else _default_route(param)
 
 
 def refuse_fallbacks(table: Iterable[ParamSpec], routes: Mapping[str, Route]) -> None:

@@ -155,7 +155,9 @@ def _hf_model(source: ModelSource, document: Mapping[str, Any]) -> nn.Module:
                 )
             ]
         )
-    with _blamed_on(source.word, f"transformers cannot build a {model_type!r} from it"):
+    bare = " (from the defaults of its config, which may be broken: give a real config.json)"
+    whose = bare if source.kind is ModelKind.HF_TYPE else ""
+    with _blamed_on(source.word, f"transformers cannot build a {model_type!r} from it{whose}"):
         config = known[model_type].from_dict(dict(document))
         config._attn_implementation = "eager"  # the one that needs no other package; params are the same
         model: nn.Module = hf_class(source.word, transformers, config)(config)
@@ -208,6 +210,21 @@ def _from_function(word: str) -> nn.Module:
         what = f"{attribute}() returned {type(built).__name__}: expected an nn.Module."
         raise ConfigError([Problem(word, what)])
     return built
+
+
+def functions_inputs(word: str, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs for a module of the user's: those of its own method `example_inputs()`, or of a function of that name beside
+    the one that built it."""
+    beside = sys.modules.get(word.partition(":")[0])
+    made = getattr(module, "example_inputs", None) or getattr(beside, "example_inputs", None)
+    if not callable(made):
+        what = "has no example_inputs(): expected a method of the module, or a function beside it, that returns a tensor, a tuple or a dict."
+        raise ConfigError([Problem(word, f"{what} Its forward cannot be followed without.")])
+    with _blamed_on(word, "example_inputs() raised", is_users_code=True):
+        found = made()
+    if isinstance(found, Mapping):
+        return (), dict(found)
+    return tuple(found) if isinstance(found, tuple | list) else (found,), {}
 
 
 @contextmanager

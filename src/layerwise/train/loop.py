@@ -236,6 +236,7 @@ def prepare(config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watche
             layout=config.parallel.layout,
             rules=rules,
             strict=config.routing.strict,
+            routing=config.routing.recorded or "table",
             mesh=grid.mesh,
             ties=ties_of(chunks),
             reducer=config.parallel.reducer,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
 
 from layerwise.models import names
-from layerwise.models.forward.inputs import example_inputs
+from layerwise.models.forward.inputs import configs_of, example_inputs
 from layerwise.models.forward.trace import Trace, trace
 from layerwise.models.names import joined
 from layerwise.routing.readings import Reading, Role
@@ -18,6 +20,29 @@ _PARTS_TAKE = frozenset({"pixel_values", "input_features", "input_values", "grid
 def trace_model(model: nn.Module) -> Trace:
     """Follow a model on inputs made up from its config. A part that they do not reach is followed on its own; what leaves
     it is then unseen."""
+    with _plainly(model):
+        return _trace_parts(model)
+
+
+_PLAIN = {"use_cache": False, "_experts_implementation_internal": "eager", "_attn_implementation_internal": "eager"}
+"""Settings of configs under which a forward uses nothing but plain operations, and keeps nothing."""
+
+
+@contextmanager
+def _plainly(model: nn.Module) -> Iterator[None]:
+    before = [
+        (config, name, vars(config)[name]) for config in configs_of(model) for name in _PLAIN if name in vars(config)
+    ]
+    try:
+        for config, name, _ in before:
+            vars(config)[name] = _PLAIN[name]
+        yield
+    finally:
+        for config, name, value in before:
+            vars(config)[name] = value
+
+
+def _trace_parts(model: nn.Module) -> Trace:
     inputs = example_inputs(model)
     if not inputs:
         return Trace(trace(model).readings, f"no inputs are known for {type(model).__name__}")

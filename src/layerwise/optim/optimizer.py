@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class Optimizer(torch.optim.Optimizer):
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
         strict: strict routing for a plain module, as in `DataParallel`.
+        example_inputs: inputs for a plain module, whose forward is followed on them, as in `DataParallel`.
+        routing: "table", "trace" or the path of a recorded routing, for a module that is not wrapped, as in `DataParallel`.
         process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes. Of a plain one
             with reduced gradients, the ranks that they are reduced over; None means all of them.
         gradients: "reduced" for a plain module on several ranks whose `.grad`s are the same on all of them by the time of
@@ -81,6 +84,8 @@ class Optimizer(torch.optim.Optimizer):
         other: Rule,
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
+        example_inputs: object = None,
+        routing: str | PathLike[str] = "table",
         process_group: ProcessGroup | None = None,
         gradients: Reduced | None = None,
         layout: str | None = None,
@@ -99,6 +104,8 @@ class Optimizer(torch.optim.Optimizer):
         asked = Asked(
             rules=rules,
             strict=strict,
+            example_inputs=example_inputs,
+            routing=routing,
             gradients=gradients,
             layout=layout,
             check_replicas=check_replicas,

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed.fsdp2 import optimizer_of
+from tests.marks import sampled
 from tests.ranks import raised, run_ranks
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 5
@@ -87,7 +88,7 @@ def shared_out(rank: int, world: int, dim: int, named: bool) -> tuple[dict[str, 
     return found, first, said
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", sampled([0, 1], 1))
 def test_experts_on_meshes_of_their_own(dim: int) -> None:
     (wanted,) = run_ranks(1, alone)
     for weights, first, said in run_ranks(4, shared_out, dim, True):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.tables import ROOT, difference
 from tests.examples.test_nanogpt import free_port
+from tests.marks import sampled
 from tests.ranks import run_ranks
 
 FOLDER = ROOT / "examples" / "fsdp2"
@@ -45,9 +46,9 @@ def test_one_line_changes() -> None:
     ]
 
 
-@pytest.mark.parametrize(("script", "world"), [("train_adamw", 2), ("train_tp", 2), ("train_hf", 2)])
-def test_the_loss_goes_down(script: str, world: int) -> None:
-    for history in losses(world, script, "--steps", "8"):
+@pytest.mark.parametrize("script", sampled(["train_adamw", "train_tp", "train_hf"], "train_tp", "train_hf"))
+def test_the_loss_goes_down(script: str) -> None:
+    for history in losses(2, script, "--steps", "8"):
         assert history[-1] < history[0] - 0.3
 
 

@@ -173,6 +173,12 @@ def _read(fqn: str, param: Tensor, number_of: Mapping[int, int]) -> Placed:
             f"param {fqn!r} lies on the ranks {ranks}, of which {outside} are not in the process group: expected all of them. "
             "Pass process_group=, with all ranks that hold a part of this model."
         )
+    mesh = own.device_mesh.mesh
+    if any(bool((mesh.diff(dim=along) <= 0).any()) for along in range(mesh.ndim)):
+        raise ValueError(
+            f"param {fqn!r} is on the mesh {mesh.tolist()}: expected ranks in ascending order along every dim. torch cuts some params "
+            "by the order of the mesh and some by that of its process groups, which is ascending. Build it with init_device_mesh()."
+        )
     return Placed(
         tuple(number_of[rank] for rank in ranks),
         tuple(own.device_mesh.mesh.shape),

@@ -166,6 +166,9 @@ class RoutingConfig:
     strict: bool = False
     """Refuse to train when only a fallback rule explains a param of two or more dims."""
 
+    recorded: str = ""
+    """File with the routing that `layerwise inspect --record` wrote, which this run goes by. Empty: the defaults."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:

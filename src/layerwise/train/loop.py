@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -273,7 +273,7 @@ def _wrapped(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
         chunks if len(chunks) > 1 else chunks[0],
         layout=config.parallel.layout,
         rules=rules,
-        strict=config.routing.strict,
+        **_routing(config),
         mesh=grid.mesh,
         ties=ties_of(chunks),
         reducer=config.parallel.reducer,
@@ -297,7 +297,12 @@ def _sharded(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
     grid, meshes = arrange(ranks, config.parallel)
     (model,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
     cut_gpt(model, meshes, config.parallel, _DTYPES[config.parallel.grad_dtype])
-    return grid, model, ShardedModel(model), _optimizer(model, config, rules=rules, strict=config.routing.strict)
+    return grid, model, ShardedModel(model), _optimizer(model, config, rules=rules, **_routing(config))
+
+
+def _routing(config: TrainConfig) -> dict[str, Any]:
+    """How params are routed, beside rules: the same whoever is asked."""
+    return {"strict": config.routing.strict, "routing": config.routing.recorded or "table"}
 
 
 def _averaged(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRule]) -> _Built:
@@ -305,7 +310,7 @@ def _averaged(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRu
     grid = joining.arrange(ranks)
     (module,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
     model = DistributedDataParallel(module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
-    optimizer = _optimizer(model, config, rules=rules, strict=config.routing.strict, layout=config.parallel.layout)
+    optimizer = _optimizer(model, config, rules=rules, layout=config.parallel.layout, **_routing(config))
     return grid, model, WholeModel(model), optimizer
 
 

@@ -320,6 +320,7 @@ def _optimizer(
     *,
     rules: Sequence[RouteRule] | None = None,
     strict: bool = False,
+    routing: str = "table",
     layout: str | None = None,
 ) -> layerwise.Optimizer:
     return layerwise.Optimizer(
@@ -328,6 +329,7 @@ def _optimizer(
         other=other_rule(config.optim),
         rules=rules,
         strict=strict,
+        routing=routing,
         layout=layout,
         clip_grad_norm=config.optim.clip_grad_norm,
         qk_clip=qk_clip_of(config.optim),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import layerwise
 from layerwise.comm import contract, facts, groups, joining, lifetimes
-from layerwise.engine import algorithms
+from layerwise.kernels import recorded
 from tests.meshes import MESHES, MODELS, Blocks, Mesh, Model, like, local, placement, same
 from tests.reference.oracle import Hyper, Oracle
 from tests.worlds import gradient, hash_of, hash_tensors, rules
@@ -217,7 +217,7 @@ FORBIDDEN = (
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     """Count what Newton-Schulz is given and what really goes out in all-to-alls, and let no object travel."""
-    orthogonalize, all_to_all_single = algorithms.orthogonalize, dist.all_to_all_single
+    orthogonalize, all_to_all_single = recorded.orthogonalize, dist.all_to_all_single
     gather_facts = facts.gather_facts
     sent: list[int] = []
 
@@ -238,7 +238,7 @@ def watched(seen: Seen) -> Iterator[None]:
         return gather_facts(*args, **more) if seen.steps == 0 else refused()
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(algorithms, "orthogonalize", counted))
+        stack.enter_context(mock.patch.object(recorded, "orthogonalize", counted))
         stack.enter_context(mock.patch.object(dist, "all_to_all_single", told))
         for name in FORBIDDEN:
             stack.enter_context(mock.patch.object(dist, name, refused))
@@ -337,7 +337,7 @@ def _spoil_state(
         momentum = next(local(state["momentum"]) for state in states if "momentum" in state)
         momentum.view(-1)[:1].add_(1.0)
     if scene.sabotage == "twice" and step == STEPS - 1 and rank == 0:
-        algorithms.orthogonalize(torch.ones(1, 8, 8), schedule=[(1.0, 0.0, 0.0)])
+        recorded.orthogonalize(torch.ones(1, 8, 8), schedule=[(1.0, 0.0, 0.0)])
 
 
 def with_rule(scene: Scene, rule: str) -> Scene:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from layerwise.planner.memory import memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.train.loop import prepare
 from layerwise.train.model import build_gpt
+from tests.distributed.test_planned_bytes import watched
 from tests.distributed.trainer_jobs import CPU, several, small_config
 from tests.marks import sampled
 from tests.ranks import run_ranks
@@ -71,17 +73,25 @@ def differences(rank: int, world: int, text: str, name: str, rule: str, precisio
     memory = memory_by_rank(plan, schedule, rules)[rank]
     run = prepare(config, Ranks(rank=rank, world=world, local_rank=rank, device=CPU))
     run.train_step(1)
-    shards = run.optimizer._engine.storage.shards
+    engine, slots = run.optimizer._engine, run.optimizer._stepper.update.slots
+    shards = engine.storage.shards
     run.passes.train([run.loader.train_batch(1, 0)])
     grads = [local_of(param.grad) for param in run.model.parameters() if param.grad is not None]
-    run.optimizer.step()
+    with watched(SimpleNamespace(engine=engine), memory.slots - slots.plan.own_nbytes) as watch:
+        run.optimizer.step()
     is_fp32 = precision == "fp32"
     found = {
         "digest": run.optimizer.plan.digest,
         "params": sum(local_of(param).nbytes for param in run.model.parameters()),
         "grads": sum(grad.nbytes + (0 if is_fp32 else 4 * grad.numel()) for grad in grads),
         "masters": 0 if is_fp32 else sum(shard.master.nbytes for shard in shards),
-        "state": sum(local_of(tensor).nbytes for state in run.optimizer.state.values() for tensor in state.values()),
+        "state": sum(
+            local_of(tensor).nbytes
+            for state in run.optimizer.state.values()
+            for key, tensor in state.items()
+            if key not in ("master", "step")  # planned as masters, and a number that torch wants to find
+        ),
+        "slots": slots.nbytes + watch.peak,
         "sent": dict(run.optimizer.stats.bytes_by_collective),
     }
     expected = {
@@ -90,6 +100,7 @@ def differences(rank: int, world: int, text: str, name: str, rule: str, precisio
         "grads": memory.grads,
         "masters": memory.masters,
         "state": memory.state,
+        "slots": memory.slots,
         "sent": schedule.bytes_by_collective(rank),
     }
     run.optimizer.zero_grad()

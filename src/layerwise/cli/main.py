@@ -75,6 +75,13 @@ class InspectCommand:
     """Say which routing rules were tried for the param of this name, and which one decided."""
     all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Give every param a line of its own, also where only the layer number differs."""
+    places: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also show the ranks that orthogonalise each matrix, and the bucket of each param."""
+    trace: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Follow the model's forward without values and show what each param is there, with rules for what routing gets
+    wrong. With --record, the forward decides."""
+    record: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """Write where every param goes to a file, which a run can pin: routing.recorded."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON instead of a table."""
     model: tyro.conf.FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
@@ -208,6 +215,9 @@ def _inspect(command: InspectCommand, overrides: Sequence[Override]) -> int:
         explain=command.explain,
         as_json=command.json,
         every_row=command.all,
+        places=command.places,
+        trace=command.trace,
+        record=command.record,
     )
     return inspect.run(request)
 

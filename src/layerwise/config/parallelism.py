@@ -99,17 +99,31 @@ def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 _OURS: dict[str, tuple[object, str]] = {
-    "layout": ("auto", "fully_shard() stores params in a way of its own"),
-    "reducer": ("collective", "fully_shard() sums gradients itself"),
-    "shard_grads": (False, "fully_shard() keeps this rank's shard of gradients anyway"),
-    "bucket_mib": (None, "fully_shard() communicates block by block"),
-    "overlap_grad_reduce": (True, "fully_shard() decides itself when to communicate"),
-    "overlap_param_gather": (True, "fully_shard() decides itself when to communicate"),
-    "prefetch": (None, "fully_shard() decides itself when to communicate"),
+    "layout": ("auto", "{} stores params in a way of its own"),
+    "reducer": ("collective", "{} sums gradients itself"),
+    "shard_grads": (False, "{} decides itself what it keeps of gradients"),
+    "bucket_mib": (None, "{} has buckets of its own"),
+    "overlap_grad_reduce": (True, "{} decides itself when to communicate"),
+    "overlap_param_gather": (True, "{} decides itself when to communicate"),
+    "prefetch": (None, "{} decides itself when to communicate"),
     "staging": ("slots", "gradients belong to the params"),
+    "grad_dtype": ("fp32", "{} sums gradients in the dtype of their params"),
 }
-"""What `layerwise.DataParallel` alone can be asked for: the value that asks for nothing, and why a model that torch has cut
-has no use for it."""
+"""What `layerwise.DataParallel` alone can be asked for: the value that asks for nothing, and why a model that torch wraps or
+cuts has no use for it."""
+
+
+def _ours_problems(parallel: ParallelConfig, where: str, who: str, *, but_for: str) -> Iterator[Problem]:
+    """Settings of `layerwise.DataParallel` beside another wrapper, which has one of them all the same."""
+    if parallel.pp > 1:
+        yield Problem(
+            "parallel.pp", f"expected 1 with {where}, got {parallel.pp}: stages are for layerwise.DataParallel."
+        )
+    for name, (nothing, why) in _OURS.items():
+        value = getattr(parallel, name)
+        if value != nothing and name != but_for:
+            what = f"expected {_shown(nothing)} with {where}, got {_shown(value)}: {why.format(who)}."
+            yield Problem(f"parallel.{name}", what)
 
 
 def _shown(value: object) -> str:
@@ -134,14 +148,24 @@ def _sharding_problems(config: TrainConfig) -> Iterator[Problem]:
             )
         return
     where = sizes_in_words(parallel)
-    if parallel.pp > 1:
+    if parallel.ddp:
         yield Problem(
-            "parallel.pp", f"expected 1 with {where}, got {parallel.pp}: stages are for layerwise.DataParallel."
+            "parallel.ddp", f"expected false with {where}, got true: fully_shard() averages gradients itself."
         )
-    for name, (nothing, why) in _OURS.items():
-        value = getattr(parallel, name)
-        if value != nothing:
-            yield Problem(f"parallel.{name}", f"expected {_shown(nothing)} with {where}, got {_shown(value)}: {why}.")
+        return
+    yield from _ours_problems(parallel, where, "fully_shard()", but_for="grad_dtype")
+
+
+def _ddp_problems(parallel: ParallelConfig) -> Iterator[Problem]:
+    """What does not go together with torch's DistributedDataParallel."""
+    if not parallel.ddp or is_sharded(parallel):
+        return
+    if parallel.ep > 1:
+        yield Problem(
+            "parallel.ep",
+            f"expected 1 with ddp, got {parallel.ep}: DistributedDataParallel would average different experts.",
+        )
+    yield from _ours_problems(parallel, "ddp", "DistributedDataParallel", but_for="layout")
 
 
 def _shared_experts_problems(parallel: ParallelConfig) -> Iterator[Problem]:
@@ -186,6 +210,7 @@ PARALLEL_CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     lambda config: _pipeline_problems(config),
     lambda config: _gradient_problems(config.parallel),
     lambda config: _sharding_problems(config),
+    lambda config: _ddp_problems(config.parallel),
     lambda config: _shared_experts_problems(config.parallel),
     lambda config: _tensor_problems(config),
 )
@@ -196,6 +221,9 @@ def world_problems(parallel: ParallelConfig, world: int) -> list[Problem]:
     """What is wrong with this many ranks; nothing of it can be known from a config alone."""
     if is_sharded(parallel):
         return _mesh_problems(parallel, world)
+    if parallel.ddp and world == 1:
+        what = "expected false on one rank, got true: there is nobody to average gradients with. Start more, with --nproc or torchrun."
+        return [Problem("parallel.ddp", what)]
     group = parallel.pp * parallel.ep
     if world % group == 0:
         return []

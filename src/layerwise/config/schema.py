@@ -166,6 +166,9 @@ class RoutingConfig:
     strict: bool = False
     """Refuse to train when only a fallback rule explains a param of two or more dims."""
 
+    recorded: str = ""
+    """File with the routing that `layerwise inspect --record` wrote, which this run goes by. Empty: the defaults."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
@@ -209,6 +212,10 @@ class ParallelConfig:
 
     reshard_after_forward: bool = True
     """With fsdp: let go of whole params between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+
+    ddp: bool = False
+    """Let torch's DistributedDataParallel average gradients; the optimizer shards its state and shares the work as layout
+    says."""
 
     chunks: int = 1
     """Stages on each pipeline rank. 2 or more: an interleaved pipeline, with fewer idle moments and more messages."""

@@ -33,22 +33,6 @@ def check_copies(storage: Storage, communicators: Mapping[str, Communicator], gr
         raise StateError(found)
 
 
-def check_same_gradients(storage: Storage, everyone: Communicator) -> None:
-    """Raise on every rank, naming a param, unless the `.grad`s of all params are the same on every rank."""
-    params = sorted(storage.params.items())
-    nothing = torch.empty(0, device=storage.device)
-    grads = grads_of(param for _, param in params)
-    differs = _first_difference([nothing if grad is None else grad.detach().reshape(-1) for grad in grads], everyone)
-    if differs is not None:
-        number, rank = differs
-        raise StateError(
-            f"the gradient of param {params[number][0]!r} has other values on rank {rank} than on rank 0: nobody has reduced it, "
-            "and weights would drift apart. The last backward before step() must be a synchronised one (outside of no_sync()) of "
-            "the DistributedDataParallel, through its own forward; or wrap the module in layerwise.DataParallel, which reduces "
-            "gradients itself."
-        )
-
-
 def _in_replicas(storage: Storage, domain: str, communicator: Communicator) -> str:
     """The first param of the domain's replicas that is not the same on every rank, in words."""
     replicas = [replica for replica in storage.replicas if replica.plan.domain == domain]
@@ -118,3 +102,22 @@ def _in_shards(storage: Storage, domain: str, communicator: Communicator) -> str
                     "of plain params over all ranks before step(), or shard them too."
                 )
     return ""
+
+
+def check_gradients(params: Mapping[str, Tensor], communicator: Communicator) -> None:
+    """Raise on every rank, naming a param, unless all ranks have the same gradients: somebody else was to reduce them."""
+    named = sorted(params.items())
+    grads = grads_of(param for _, param in named)
+    flat = [
+        param.detach().view(-1)[:0] if grad is None else grad.detach().reshape(-1)
+        for (_, param), grad in zip(named, grads, strict=True)
+    ]
+    differs = _first_difference(flat, communicator)
+    if differs is not None:
+        number, rank = differs
+        raise StateError(
+            f"the gradient of param {named[number][0]!r} has other values on rank {rank} than on rank 0: nobody has reduced it, and "
+            "weights would drift apart. The last backward before step() must be a synchronised one (outside of no_sync()) of the "
+            "DistributedDataParallel, through its own forward; or wrap the module in layerwise.DataParallel, which reduces gradients "
+            "itself."
+        )

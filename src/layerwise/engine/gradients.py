@@ -219,9 +219,9 @@ class CopiedGradients:
     shard's part is copied to its update, and nothing else: they stay as they are, for whoever clips, logs or zeroes them."""
 
     are_copies = True
-    late: frozenset[str] = frozenset()
     are_reduced = True
     common_divisor = 1.0
+    late: frozenset[str] = frozenset()
 
     def __init__(self, storage: Storage) -> None:
         self.said = Said()
@@ -243,7 +243,9 @@ class CopiedGradients:
         return frozenset(fqn for fqn, grad in grads if grad is not None)
 
     def check(self) -> None:
-        check_dense(self._params)
+        for fqn, grad in zip(self._params, grads_of(self._params.values()), strict=True):
+            if grad is not None:
+                refuse_sparse(fqn, grad)
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
@@ -271,13 +273,6 @@ class CopiedGradients:
 
     def forget(self) -> None:
         self.said = Said()
-
-
-def check_dense(params: Mapping[str, Tensor]) -> None:
-    """Raise for a param whose own gradient is sparse, by name."""
-    for fqn, grad in zip(params, grads_of(params.values()), strict=True):
-        if grad is not None:
-            refuse_sparse(fqn, grad)
 
 
 def _flat(grad: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from layerwise.comm.groups import agree_despite
 from layerwise.comm.roster import check_alike
 from layerwise.dtypes import DType
 from layerwise.engine.algorithms import LiveOptions
+from layerwise.engine.copies import check_gradients
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.loss_scale import LossScale, LossScaler
@@ -188,7 +189,7 @@ class Stepper:
         self._check_agreement(totals, problem, settings, live)
         if gradients.are_copies and not totals.nonfinite:
             if not self._has_checked_gradients or engine.settings.check_replicas:
-                engine.check_gradients()
+                check_gradients(engine.storage.params, engine.everyone)
             self._has_checked_gradients = True
         return totals
 
@@ -235,7 +236,7 @@ class Stepper:
 
     def free(self) -> None:
         """Let go of staging memory."""
-        self.update.slots.free()
+        self.update.free()
 
     def refuse_half_way(self) -> None:
         """Raise if a step ended in between."""

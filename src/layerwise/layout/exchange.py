@@ -185,6 +185,31 @@ def moved_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tup
     return totals
 
 
+def received_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tuple[list[int], list[int]]]:
+    """Per cohort that may move: elements each home receives, and elements each rank gets back. Where there are no copies that
+    is what is sent the other way."""
+    totals: dict[int, tuple[list[int], list[int]]] = {}
+    held: dict[int, _Held] = {}
+    param: _Param | None = None
+    for matrix, index, homes, cohort in work.items:
+        if param is None or matrix.fqn != param.fqn:
+            param = _Param.of(plans[index], matrix)
+        if homes == param.whole_on:
+            continue
+        if cohort not in totals:
+            totals[cohort], held[cohort] = ([0] * work.world, [0] * work.world), _Held(work.world)
+        there, back = totals[cohort]
+        runs = param.plan.holders(matrix)
+        held[cohort].add(runs, homes[0])
+        for home in homes:
+            at_home = sum(count for first, stop, count in runs if first <= home < stop)
+            there[home] += matrix.rows * matrix.cols - at_home
+            back[home] -= at_home
+    for cohort, (_, back) in totals.items():
+        back[:] = map(add, back, held[cohort].by_rank())
+    return totals
+
+
 class _Param(NamedTuple):
     """What is the same for all matrices of a param."""
 

@@ -224,11 +224,31 @@ class Storage:
         self._places.note()
 
     @torch.no_grad()
+    def take_back(self) -> set[str]:
+        """Move params that were given other memory into their buffers again, with the values that they have. Trainers of others
+        have a module for their own, and move it to where it is once more. Who wraps a module keeps it: there it is refused,
+        as are other shapes, dtypes and devices. Returns which ones."""
+        if not self.replicas or self.plan.options.reduces:
+            return set()
+        found = set()
+        for number in self._places.moved():
+            fqn = self._fqns[number]
+            param = self.params[fqn]
+            replica, part, shape = self._grad_parts[fqn]
+            view = _of_its_own(replica.weights[part])
+            if (param.shape, param.dtype, param.device) == (shape, view.dtype, view.device):
+                view = view.view(shape)
+                view.copy_(param.data)
+                param.data = view
+                found.add(fqn)
+        return found
+
+    @torch.no_grad()
     def pull_changed_params(self) -> set[str]:
         """Take over weights that the user changed in place (`load_state_dict`, `param.copy_()`): the change counts, as
         it would with any torch optimizer. We write through the replica and never through the param, so its version
         moves only for others. Returns which ones."""
-        changed = {self._fqns[number] for number in self._places.written()}
+        changed = self.take_back() | {self._fqns[number] for number in self._places.written()}
         for shard in self.shards if changed else ():
             for span in shard.spans:
                 if span.fqn in changed:

@@ -7,8 +7,10 @@ it is altogether, and so does a module in a single process.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Literal
 
 from torch import nn
@@ -25,7 +27,9 @@ from layerwise.comm.groups import (
 )
 from layerwise.comm.sharded import groups_of, is_sharded, placements_of, reshard
 from layerwise.engine.engine import Engine, Settings
+from layerwise.errors import StateError
 from layerwise.layout.options import Memory, Options
+from layerwise.models.forward.evidence import evidence_for
 from layerwise.models.names import unwrapped
 from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.routing.rules import RouteRule
@@ -40,6 +44,8 @@ class Asked:
 
     rules: Sequence[RouteRule] | None = None
     strict: bool = False
+    example_inputs: object = None
+    routing: str | PathLike[str] = "table"
     gradients: Reduced | None = None
     layout: str | None = None
     check_replicas: bool = False
@@ -66,7 +72,7 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
     params = dict(named_params(model))
     if any(map(is_sharded, params.values())):
         everyone = groups_of(params, asked.process_group)
-        settings = _agreed(everyone, asked, memory="params")
+        settings = _agreed(everyone, model, asked, memory="params")
         groups, placed = placements_of(everyone, params, domains_by_prefix(model))
         return Engine((model,), groups, settings, placed)
     if asked.gradients == "reduced":
@@ -78,7 +84,40 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
             "will be in one or somebody else reduces gradients before step(), Optimizer(module, gradients='reduced')."
         )
     groups = alone()
-    return Engine((model,), groups, _agreed(groups, asked, memory="params"))
+    return Engine((model,), groups, _agreed(groups, model, asked, memory="params"))
+
+
+def refuse_unfit(engine: Engine, asked: Asked) -> None:
+    """Raise for what the engine of a model does not take: what its wrapper has been asked already, or a second optimizer."""
+    is_wrapped = engine.plan.options.reduces
+    is_routed = asked.example_inputs is not None or asked.routing != "table"
+    if is_wrapped and (asked.rules is not None or asked.strict or is_routed):
+        raise ValueError(
+            "rules, strict, example_inputs or routing were passed to the Optimizer of a wrapped model: pass them to DataParallel, "
+            "which lays it out."
+        )
+    if is_wrapped and asked.gradients is not None:
+        raise ValueError(
+            f"gradients={asked.gradients!r} was passed to the Optimizer of a layerwise.DataParallel, which reduces gradients itself: "
+            "leave it out, or pass the module that it was made of."
+        )
+    for name, is_given, is_for_it in (
+        ("layout", asked.layout is not None, engine.gradients.are_copies),
+        ("check_replicas", asked.check_replicas, engine.gradients.are_reduced),
+    ):
+        if is_given and not is_for_it:
+            where = "DataParallel" if is_wrapped else "an Optimizer with gradients='reduced'"
+            raise ValueError(
+                f"{name} was passed to the Optimizer of a model whose gradients nobody else reduces: it is for {where}."
+            )
+    engine.check_bound()
+    if engine.optimizer is not None:
+        gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
+    if engine.optimizer is not None:
+        raise StateError(
+            "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it, or "
+            "drop it (and schedulers that hold it) first."
+        )
 
 
 def _reduced_by(model: nn.Module) -> DistributedDataParallel | None:
@@ -100,10 +139,10 @@ def _engine_of_ddp(ddp: DistributedDataParallel, asked: Asked) -> Engine:
 def _engine_of_reduced(module: nn.Module, asked: Asked) -> Engine:
     """An engine for a plain module, on all ranks of a process group (the default one)."""
     everyone = all_ranks(asked.process_group)
-    return Engine((module,), everyone, _agreed(everyone, asked, memory="buffers"))
+    return Engine((module,), everyone, _agreed(everyone, module, asked, memory="buffers"))
 
 
-def _agreed(groups: Groups, asked: Asked, memory: Memory) -> Settings:
+def _agreed(groups: Groups, module: nn.Module, asked: Asked, memory: Memory) -> Settings:
     """The settings that were asked for, once all ranks have found them right."""
 
     def checked() -> Settings:
@@ -112,6 +151,7 @@ def _agreed(groups: Groups, asked: Asked, memory: Memory) -> Settings:
                 layout="auto" if asked.layout is None else asked.layout,
                 rules=asked.rules,
                 strict=asked.strict,
+                evidence=evidence_for((module,), asked.example_inputs, asked.routing),
                 memory=memory,
                 gradients="params",
             ),

@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
 from layerwise.comm import joining
@@ -236,7 +237,7 @@ def prepare(config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watche
     rules = read_rules(config.routing.rules_file)
     joining.same_on_all(rules_to_toml(rules), "routing rules", ranks)
     _check_world(config, ranks)
-    build = _sharded if is_sharded(config.parallel) else _wrapped
+    build = _sharded if is_sharded(config.parallel) else _averaged if config.parallel.ddp else _wrapped
     with _routing_as_configuration(config):
         grid, model, passes, optimizer = build(config, ranks, rules)
     batching = Batching(config.train.batch_size, config.train.accumulation, grid.data_world)
@@ -273,7 +274,7 @@ def _wrapped(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
         chunks if len(chunks) > 1 else chunks[0],
         layout=config.parallel.layout,
         rules=rules,
-        strict=config.routing.strict,
+        **_routing(config),
         mesh=grid.mesh,
         ties=ties_of(chunks),
         reducer=config.parallel.reducer,
@@ -297,11 +298,30 @@ def _sharded(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
     grid, meshes = arrange(ranks, config.parallel)
     (model,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
     cut_gpt(model, meshes, config.parallel, _DTYPES[config.parallel.grad_dtype])
-    return grid, model, ShardedModel(model), _optimizer(model, config, rules=rules, strict=config.routing.strict)
+    return grid, model, ShardedModel(model), _optimizer(model, config, rules=rules, **_routing(config))
+
+
+def _routing(config: TrainConfig) -> dict[str, Any]:
+    """How params are routed, beside rules: the same whoever is asked."""
+    return {"strict": config.routing.strict, "routing": config.routing.recorded or "table"}
+
+
+def _averaged(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRule]) -> _Built:
+    """The model in torch's DistributedDataParallel."""
+    grid = joining.arrange(ranks)
+    (module,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
+    model = DistributedDataParallel(module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+    optimizer = _optimizer(model, config, rules=rules, layout=config.parallel.layout, **_routing(config))
+    return grid, model, WholeModel(model), optimizer
 
 
 def _optimizer(
-    model: nn.Module, config: TrainConfig, rules: Sequence[RouteRule] | None = None, strict: bool = False
+    model: nn.Module,
+    config: TrainConfig,
+    *,
+    rules: Sequence[RouteRule] | None = None,
+    strict: bool = False,
+    layout: str | None = None,
 ) -> layerwise.Optimizer:
     return layerwise.Optimizer(
         model,
@@ -309,6 +329,7 @@ def _optimizer(
         other=other_rule(config.optim),
         rules=rules,
         strict=strict,
+        layout=layout,
         clip_grad_norm=config.optim.clip_grad_norm,
         qk_clip=qk_clip_of(config.optim),
     )

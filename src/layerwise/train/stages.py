@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
 from layerwise.comm.joining import Grid
@@ -62,14 +63,14 @@ class Passes(Protocol):
 class WholeModel:
     """Every rank has the whole model and sees its own losses."""
 
-    def __init__(self, model: layerwise.DataParallel) -> None:
+    def __init__(self, model: layerwise.DataParallel | DistributedDataParallel) -> None:
         self._model = model
 
     def train(self, batches: Sequence[Batch]) -> Tensor:
         losses = []
         for micro, batch in enumerate(batches):
             with nullcontext() if micro == len(batches) - 1 else self._model.no_sync():
-                # The gradient of the mean over all samples: microbatches share it here, ranks in DataParallel.
+                # The gradient of the mean over all samples: microbatches share it here, ranks in the wrapper.
                 with scope("forward"):
                     logits = self._model(batch.tokens)
                     loss = next_byte_loss(logits, batch.targets).mean() / len(batches)

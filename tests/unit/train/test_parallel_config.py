@@ -1,5 +1,7 @@
 """Experts and pipelines in a config: every combination that cannot work is named before anything starts."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,6 +37,7 @@ def validated(*words: str) -> list[str]:
         ("--parallel.fsdp", "4", "--parallel.reshard-after-forward", "false", "--optim.qk-clip", "100"),
         ("--parallel.tp", "4", "--model.tie-embeddings", "true"),
         (*EXPERTS, "--parallel.fsdp", "2", "--parallel.tp", "2", "--parallel.ep", "4"),
+        ("--parallel.ddp", "true", "--parallel.layout", "padded"),
     ],
     ids=" ".join,
 )
@@ -83,6 +86,20 @@ def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
         (
             ("--parallel.layout", "replicated", "--parallel.shard-grads", "true"),
             "parallel.shard_grads: expected false with layout replicated, got true",
+        ),
+        (("--parallel.ddp", "true", "--parallel.fsdp", "2"), "parallel.ddp: expected false with fsdp=2, got true"),
+        (
+            (*EXPERTS, "--parallel.ddp", "true", "--parallel.ep", "2"),
+            "parallel.ep: expected 1 with ddp, got 2: DistributedDataParallel would average different experts.",
+        ),
+        (("--parallel.ddp", "true", *PIPELINE), "parallel.pp: expected 1 with ddp, got 2"),
+        (
+            ("--parallel.ddp", "true", "--parallel.grad-dtype", "bf16"),
+            "parallel.grad_dtype: expected fp32 with ddp, got bf16",
+        ),
+        (
+            ("--parallel.ddp", "true", "--parallel.reducer", "ordered"),
+            "parallel.reducer: expected collective with ddp, got ordered: DistributedDataParallel sums gradients itself.",
         ),
         (("--parallel.fsdp", "0"), "parallel.fsdp: expected an integer from 1"),
         (("--parallel.tp", "0"), "parallel.tp: expected an integer from 1"),
@@ -172,10 +189,12 @@ def test_a_number_of_ranks_that_does_not_fit_is_one_problem(pp: int, ep: int, wo
             "parallel.fsdp: expected fsdp=4 ranks, which is 4, got 6. Start 4, with --nproc or torchrun, or set",
         ),
         ({"tp": 4}, 6, "parallel.tp: expected tp=4 ranks, which is 4, got 6. Start 4, with --nproc or torchrun."),
+        ({"ddp": True}, 3, ""),
+        ({"ddp": True}, 1, "parallel.ddp: expected false on one rank, got true"),
         ({"replicate": 2, "fsdp": 2}, 1, "parallel.fsdp: expected replicate=2 times fsdp=2 ranks, which is 4, got 1."),
     ],
 )
-def test_a_mesh_has_as_many_places_as_there_are_ranks(sizes: dict[str, int], world: int, expected: str) -> None:
+def test_a_mesh_has_as_many_places_as_there_are_ranks(sizes: dict[str, Any], world: int, expected: str) -> None:
     found = [str(problem) for problem in world_problems(ParallelConfig(**sizes), world)]
     assert len(found) == (1 if expected else 0)
     assert not expected or found[0].startswith(expected)

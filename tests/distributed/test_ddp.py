@@ -249,7 +249,7 @@ def clipped_by_torch(rank: int, world: int) -> tuple[float, float, list[Tensor],
     alone = net()
     for param, grad in zip(alone.parameters(), kept, strict=True):
         param.grad = grad
-    with mock.patch("layerwise.optim.optimizer.default_world", return_value=1):
+    with mock.patch("layerwise.optim.engines.default_world", return_value=1):
         layerwise.Optimizer(alone, **RULES).step()
     return float(norm), optimizer.stats.grad_norm, whole(ddp), whole(alone), is_kept
 

@@ -69,8 +69,6 @@ class _Progress:
 class GradReducer:
     """Accumulates gradients into buckets and reduces the buckets."""
 
-    are_copies = False
-
     def __init__(
         self,
         storage: Storage,
@@ -371,7 +369,7 @@ class GradReducer:
         if len(self._unwanted) == len(self._bucket_of):
             self.forget()
 
-    are_reduced = False
+    are_reduced = are_copies = False
 
     @property
     def common_divisor(self) -> float:

@@ -12,18 +12,14 @@ from torch import Tensor, nn
 from layerwise.comm.groups import (
     ProcessGroup,
     agree,
-    alone,
     any_rank,
-    check_still_alone,
-    default_world,
     derive_together,
 )
 from layerwise.comm.roster import check_alike
-from layerwise.comm.sharded import groups_of, is_sharded, like, placements_of, reshard
+from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
 from layerwise.engine.algorithms import LiveOptions
-from layerwise.engine.engine import Engine, Settings
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.param_groups import live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
@@ -31,14 +27,12 @@ from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
 from layerwise.engine.update import AtHome
-from layerwise.errors import StateError, listed, warn
-from layerwise.layout.options import Options
+from layerwise.errors import StateError, warn
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
-from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.models.tracing import never_traced
-from layerwise.optim.reduced import Asked, Reduced, engine_of_ddp, engine_of_reduced, reduced_by
+from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_arguments
 from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
 from layerwise.optim.whole import part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
@@ -111,9 +105,11 @@ class Optimizer(torch.optim.Optimizer):
             layout=layout,
             check_replicas=check_replicas,
         )
-        self._engine = _engine_of(model, asked)
+        self._engine = engine_of(model, asked)
         plan = self._engine.plan
-        self._is_sealed = self._has_said_part = False
+        self._is_sealed = False
+        self.has_said_part = False
+        """Whether the user knows that `state_dict()` is a part of the whole: said once."""
         self._whole: dict[str, dict[str, Tensor]] | None = None
 
         def plan_arguments() -> StepPlan:
@@ -161,21 +157,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _refuse(self, asked: Asked) -> None:
         """Raise for what a wrapped model does not take."""
-        if self._is_wrapped and (asked.rules is not None or asked.strict):
-            raise ValueError(
-                "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
-            )
-        if self._is_wrapped and asked.gradients is not None:
-            raise ValueError(
-                f"gradients={asked.gradients!r} was passed to the Optimizer of a layerwise.DataParallel, which reduces gradients itself: "
-                "leave it out, or pass the module that it was made of."
-            )
-        if asked.about_reduced and not self._engine.gradients.are_copies:
-            where = "DataParallel" if self._is_wrapped else "an Optimizer with gradients='reduced'"
-            raise ValueError(
-                f"{listed(asked.about_reduced)} was passed to the Optimizer of a model whose gradients nobody else reduces: it is "
-                f"for {where}."
-            )
+        refuse_arguments(self._engine, asked)
         self._engine.check_bound()
         if self._engine.optimizer is not None:
             gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
@@ -282,12 +264,13 @@ class Optimizer(torch.optim.Optimizer):
         weights as they are: what the user wrote into them counts."""
         self._engine.check_bound()
         self._stepper.refuse_half_way()
-        if not self._has_said_part and self._engine.plan.is_split and self._whole is None:
-            self._has_said_part = True
+        if not self.has_said_part and self._engine.plan.is_split and self._whole is None:
+            self.has_said_part = True
             groups = self._engine.groups
             warn(
                 f"state_dict() of the optimizer has the part of it that rank {groups.rank} of {groups.world} owns, not the whole: "
-                "save it on every rank, in a file of its own, and load that on the same rank.",
+                "save it on every rank, in a file of its own, and load that on the same rank. Or call consolidate_state_dict() on "
+                "every rank before, and save it on rank 0 alone.",
             )
         self._stepper.pull_changed()
         extra = self._extra_state()
@@ -410,38 +393,3 @@ def _in_words(group: Mapping[str, object]) -> dict[str, str]:
         for name, value in sorted(group.items())
         if name not in ("params", "fqns", "name")
     }
-
-
-def _engine_of(model: nn.Module, asked: Asked) -> Engine:
-    """The engine of a wrapped model, or a new one: for a module whose gradients somebody else reduces, or for one that stays
-    as it is, sharded by others or in a single process."""
-    engine = getattr(model, "engine", None)
-    if isinstance(engine, Engine):
-        check_still_alone(engine.groups)
-        return engine
-    if asked.gradients not in (None, "reduced"):
-        raise ValueError(f"gradients must be 'reduced' or left out, got {asked.gradients!r}.")
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
-        )
-    ddp = reduced_by(model)
-    if ddp is not None:
-        return engine_of_ddp(ddp, asked)
-    settings = Settings(
-        options=Options(rules=asked.rules, strict=asked.strict, memory="params"), overlap_grad_reduce=False
-    )
-    reshard((model,))
-    params = dict(named_params(model))
-    if any(map(is_sharded, params.values())):
-        groups, placed = placements_of(groups_of(params, asked.process_group), params, domains_by_prefix(model))
-        return Engine((model,), groups, settings, placed)
-    if asked.gradients == "reduced":
-        return engine_of_reduced(model, asked, asked.process_group)
-    if default_world() > 1:
-        raise ValueError(
-            f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. Pass "
-            "layerwise.DataParallel(module), which does, or the torch DistributedDataParallel that the module is in; or, if it "
-            "will be in one or somebody else reduces gradients before step(), Optimizer(module, gradients='reduced')."
-        )
-    return Engine((model,), alone(), settings)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 import layerwise
 from layerwise.comm import contract, facts, groups, joining, lifetimes
-from layerwise.engine import algorithms
+from layerwise.kernels import recorded
 from tests.meshes import MESHES, MODELS, Blocks, Mesh, Model, like, local, placement, same
 from tests.reference.oracle import Hyper, Oracle
 from tests.worlds import gradient, hash_of, hash_tensors, rules
@@ -67,11 +69,16 @@ class Seen:
     """What is not as it should be, in words."""
     orthogonalised: Counter[Shape] = field(default_factory=Counter)
     """Shapes of the matrices that went through Newton-Schulz here, over all steps."""
-    homes: list[tuple[str, Shape, tuple[int, ...]]] = field(default_factory=list)
-    """Of every matrix: the param, its shape, and who the plan says orthogonalises it."""
+    mine: Counter[tuple[str, Shape]] = field(default_factory=Counter)
+    """Matrices that the plan says this rank orthogonalises: params and shapes."""
+    repeated: set[tuple[str, int]] = field(default_factory=set)
+    """Matrices that this rank orthogonalises and others too: params, and which matrix of them."""
     held: dict[Place, str] = field(default_factory=dict)
     """A hash of the weights, momenta and moments of each box."""
     steps: int = 0
+    """Steps so far, taken or not."""
+    wire_nbytes: int = 0
+    """What really went out in all-to-alls, over all steps."""
     there: int = 0
     """Elements sent to homes in the last step."""
     back: int = 0
@@ -95,7 +102,7 @@ def play(rank: int, world: int, scenes: Sequence[Scene]) -> list[Seen]:
 def _play(rank: int, scene: Scene) -> Seen:
     seen, mesh, model = Seen(), MESHES[scene.mesh], scene.build()
     whole = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-    mesh.cut(model)
+    given = mesh.cut(model)
     params = dict(model.named_parameters())
     boxes = {fqn: mesh.box(model, fqn, tensor.shape, rank) for fqn, tensor in whole.items()}
     if list(params) != list(whole):
@@ -106,7 +113,8 @@ def _play(rank: int, scene: Scene) -> Seen:
     placed = {fqn: placement(param) for fqn, param in params.items()}
     oracle = Oracle(whole, _oracles_matrices(scene, model.matrices()), scene.hyper)
     with _sabotaged(scene):
-        optimizer = layerwise.Optimizer(model, **rules(scene.hyper), count_zeros=True)
+        optimizer = layerwise.Optimizer(given, **rules(scene.hyper), count_zeros=True)
+    first_expert = partial(mesh.first_expert, model, rank)
     with watched(seen):
         for step in range(STEPS):
             grads = whole_gradients(whole, step, bad=step == BAD_STEP)
@@ -118,7 +126,9 @@ def _play(rank: int, scene: Scene) -> Seen:
             seen.steps += 1
             optimizer.zero_grad()
             _spoil_state(scene, rank, step, optimizer, params)
-            found = _differences(optimizer, oracle, params, boxes, is_taken=is_taken, rank=rank)
+            found = _differences(
+                optimizer, oracle, params, boxes, first_expert, is_taken=is_taken, lies_alike=not mesh.ddp
+            )
             if dict(model.named_parameters()) != params:
                 found.append("the model has other params now")
             found += [
@@ -127,11 +137,20 @@ def _play(rank: int, scene: Scene) -> Seen:
                 if placed[fqn] != placement(param)
             ]
             seen.found += [f"rank {rank} step {step}: {text}" for text in found]
+    planned = optimizer.schedule.bytes_by_collective(optimizer._engine.storage.ranks).get("all_to_all", 0)
+    if seen.wire_nbytes != (STEPS - 1) * planned:
+        seen.found.append(
+            f"rank {rank}: {seen.wire_nbytes} bytes went out in {STEPS - 1} steps, {planned} each were planned"
+        )
     for work in optimizer.plan.works:
-        seen.homes += [(item.matrix.fqn, item.matrix.logical_shape, tuple(item.homes)) for item in work.items]
+        for item in work.items:
+            if optimizer._engine.storage.ranks[work.domain] in item.homes:
+                seen.mine[item.matrix.fqn, item.matrix.logical_shape] += 1
+                number = item.matrix.index + first_expert(item.matrix.fqn)
+                seen.repeated.update([(item.matrix.fqn, number)] if len(item.homes) > 1 else ())
     for fqn, param in params.items():
         state = optimizer.state[param]
-        tensors = [local(tensor) for name, tensor in sorted(state.items()) if "." not in name]
+        tensors = [local(tensor) for name, tensor in sorted(state.items()) if "." not in name and not mesh.ddp]
         place = (fqn, tuple((part.start, part.stop) for part in boxes[fqn]))
         seen.held[place] = hash_tensors([local(param.detach()), *tensors])
     return seen
@@ -142,22 +161,25 @@ def _differences(
     oracle: Oracle,
     params: dict[str, torch.nn.Parameter],
     boxes: dict[str, tuple[slice, ...]],
+    first_expert: Callable[[str], int],
     *,
     is_taken: bool,
-    rank: int,
+    lies_alike: bool,
 ) -> list[str]:
-    """What this rank holds that is not what the oracle has there."""
+    """What this rank holds that is not what the oracle has there; state too, where it lies as its param does."""
     found, weights, stats = [], oracle.weights(), optimizer.stats
     for fqn, param in params.items():
         if not same(local(param.detach()), weights[fqn][boxes[fqn]]):
             found.append(f"weight of {fqn}")
+        if not lies_alike:
+            continue
         expected = {"master": oracle.masters[fqn], **oracle.state[fqn]}
         for name, tensor in optimizer.state[param].items():
             kind, _, index = name.partition(".")
             if name == "step":
                 found += [f"{fqn} is at step {int(tensor)}"] if int(tensor) != oracle.step_count else []
-            elif index:  # with its matrix, at its home
-                there = expected.get(f"second.{index}", torch.zeros(()))
+            elif index:  # with its matrix, at its home; where experts go by the same name, those here are the first
+                there = expected.get(f"second.{int(index) + first_expert(fqn)}", torch.zeros(()))
                 if tensor.numel() and not torch.equal(local(tensor), there):
                     found.append(f"{name} of {fqn}")
             else:
@@ -175,7 +197,7 @@ def _differences(
         found.append(f"grad norm {stats.grad_norm} against {oracle.grad_norm}")
     if stats.num_zeros != oracle.num_zeros:
         found.append(f"zero count {stats.num_zeros} against {oracle.num_zeros}")
-    planned = optimizer.schedule.bytes_by_collective(rank)
+    planned = optimizer.schedule.bytes_by_collective(optimizer._engine.storage.ranks)
     if dict(stats.bytes_by_collective) != planned:
         found.append(f"bytes {dict(stats.bytes_by_collective)} against {planned}")
     return found
@@ -195,7 +217,7 @@ FORBIDDEN = (
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     """Count what Newton-Schulz is given and what really goes out in all-to-alls, and let no object travel."""
-    orthogonalize, all_to_all_single = algorithms.orthogonalize, dist.all_to_all_single
+    orthogonalize, all_to_all_single = recorded.orthogonalize, dist.all_to_all_single
     gather_facts = facts.gather_facts
     sent: list[int] = []
 
@@ -204,7 +226,8 @@ def watched(seen: Seen) -> Iterator[None]:
         return orthogonalize(update_BMN, **more)
 
     def told(output: Tensor, mine: Tensor, to: list[int], out: list[int], **more: Any) -> Any:
-        sent.append(sum(out) - out[dist.get_rank()])
+        sent.append(sum(out) - out[dist.get_rank(more["group"])])
+        seen.wire_nbytes += sent[-1] * mine.element_size()
         return all_to_all_single(output, mine, to, out, **more)
 
     def refused(*args: Any, **more: Any) -> Any:
@@ -215,7 +238,7 @@ def watched(seen: Seen) -> Iterator[None]:
         return gather_facts(*args, **more) if seen.steps == 0 else refused()
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(algorithms, "orthogonalize", counted))
+        stack.enter_context(mock.patch.object(recorded, "orthogonalize", counted))
         stack.enter_context(mock.patch.object(dist, "all_to_all_single", told))
         for name in FORBIDDEN:
             stack.enter_context(mock.patch.object(dist, name, refused))
@@ -235,16 +258,18 @@ def problems(scene: Scene, by_rank: Sequence[Seen]) -> list[str]:
     by_hand = Counter(
         (fqn, shape) for fqn, blocks in model.matrices().items() for shape in _logical(shapes[fqn], blocks)
     )
-    homes = by_rank[0].homes
-    if Counter((fqn, shape) for fqn, shape, _ in homes) != by_hand:
-        found.append(f"the plan has other matrices: {homes}")
-    for fqn, shape, ranks in homes:
-        if len(ranks) > 1 and not all(_is_whole(mesh, model, fqn, shapes[fqn], rank) for rank in ranks):
-            found.append(f"ranks {ranks} repeat a {shape} of {fqn}, which not all of them hold")
-    taken = STEPS - 1
+    planned = sum((seen.mine for seen in by_rank), Counter[tuple[str, Shape]]())
+    repeated = {fqn for seen in by_rank for fqn, _ in seen.repeated}
+    for matrix in sorted(by_hand | planned):
+        if planned[matrix] != by_hand[matrix] and not (matrix[0] in repeated and by_hand[matrix]):
+            found.append(f"{planned[matrix]} homes for {by_hand[matrix]} matrices of {matrix}")
+    for rank, seen in enumerate(by_rank):
+        for fqn, number in sorted(seen.repeated):
+            if not _holds(mesh, model, fqn, shapes[fqn], number, rank):
+                found.append(f"rank {rank} repeats matrix {number} of {fqn}, which it does not hold")
     expected = Counter[Shape]()
-    for _, shape, ranks in homes:
-        expected[shape] += taken * len(ranks)
+    for (_, shape), count in planned.items():
+        expected[shape] += (STEPS - 1) * count
     orthogonalised = sum((seen.orthogonalised for seen in by_rank), Counter[Shape]())
     if orthogonalised != expected:
         found.append(f"orthogonalised {dict(orthogonalised)}, expected {dict(expected)}")
@@ -265,11 +290,13 @@ def _logical(shape: tuple[int, ...], blocks: Blocks) -> list[Shape]:
     ]
 
 
-def _is_whole(mesh: Mesh, model: Model, fqn: str, shape: tuple[int, ...], rank: int) -> bool:
-    """Whether a rank has all of a param; of a stack that is cut by experts alone, of some of its matrices."""
-    box = mesh.box(model, fqn, shape, rank)
-    first = 1 if len(shape) == 3 else 0
-    return all(part.stop - part.start == size for part, size in list(zip(box, shape, strict=True))[first:])
+def _holds(mesh: Mesh, model: Model, fqn: str, shape: tuple[int, ...], number: int, rank: int) -> bool:
+    """Whether a rank has all of a matrix: then it may orthogonalise it though others do too, and nothing has to move."""
+    places = torch.arange(math.prod(shape)).view(shape)
+    blocks = model.matrices()[fqn]
+    block = places[number] if blocks is None else blocks[number]
+    wanted = block if isinstance(block, Tensor) else places[slice(*block)]
+    return bool(torch.isin(wanted, places[mesh.box(model, fqn, shape, rank)]).all())
 
 
 def _oracles_matrices(scene: Scene, matrices: dict[str, Blocks]) -> dict[str, Blocks]:
@@ -310,7 +337,7 @@ def _spoil_state(
         momentum = next(local(state["momentum"]) for state in states if "momentum" in state)
         momentum.view(-1)[:1].add_(1.0)
     if scene.sabotage == "twice" and step == STEPS - 1 and rank == 0:
-        algorithms.orthogonalize(torch.ones(1, 8, 8), schedule=[(1.0, 0.0, 0.0)])
+        recorded.orthogonalize(torch.ones(1, 8, 8), schedule=[(1.0, 0.0, 0.0)])
 
 
 def with_rule(scene: Scene, rule: str) -> Scene:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.test_splits import FUSIONS, Fused
 
@@ -154,6 +155,10 @@ class Experts(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.empty(experts, hidden, width))
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.domain = "dense"
+
+    def param_domains(self) -> dict[str, str]:
+        return {"up": self.domain, "down": self.domain}
 
 
 class MixtureBlock(nn.Module):
@@ -167,10 +172,12 @@ class MixtureBlock(nn.Module):
 class Mixture(Model):
     """A mixture of five stacked experts."""
 
-    def __init__(self, experts: int = 5, width: int = 6, hidden: int = 12) -> None:
+    experts = 5
+
+    def __init__(self, width: int = 6, hidden: int = 12) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, width)
-        self.blocks = nn.ModuleList([MixtureBlock(experts, width, hidden)])
+        self.blocks = nn.ModuleList([MixtureBlock(self.experts, width, hidden)])
         self.head = nn.Linear(width, 9, bias=False)
 
     def matrices(self) -> dict[str, Blocks]:
@@ -178,6 +185,12 @@ class Mixture(Model):
 
     def styles(self) -> dict[str, str]:
         return {"embed": "columns", "blocks.0.query": "rows"}
+
+
+class Quartet(Mixture):
+    """Four experts: ranks can have equally many."""
+
+    experts = 4
 
 
 class Fusions(Model):
@@ -262,6 +275,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "grouped": Grouped,
     "fours": Fours,
     "mixture": Mixture,
+    "quartet": Quartet,
     "fusions": Fusions,
     "tied": Tied,
     "few": Few,
@@ -297,17 +311,24 @@ class Mesh:
     """Of the experts, where they have a mesh of their own."""
     expert_dim: int = 0
     """Which dim of the experts `eshard` cuts."""
+    experts_are: Literal["one stack", "declared", "apart"] = "one stack"
+    """Whether the experts are DTensors over `ep`, and nobody says that they are experts; or are, and their module says so; or
+    those of each rank along `ep` are params of its own, with the same names."""
     reshard: bool = True
     """ZeRO-3; else weights stay gathered between forward and backward."""
     blocks_only: bool = False
     """Only the blocks are cut, and what is beside them is plain: the same on every rank."""
+    ddp: bool = False
+    """Nothing is cut: a DistributedDataParallel has copies on all ranks. What an optimizer keeps lies as it likes then."""
 
     @property
     def world(self) -> int:
         return math.prod(size for _, size in self.axes)
 
-    def cut(self, model: Model) -> None:
-        """Have torch cut a model. Every rank calls it."""
+    def cut(self, model: Model) -> nn.Module:
+        """Have torch cut a model, and return what an optimizer is given. Every rank calls it."""
+        if self.ddp:
+            return DistributedDataParallel(model)
         sizes = dict(self.axes)
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if "tp" in sizes:
@@ -327,12 +348,20 @@ class Mesh:
                 fully_shard(block, **shared)
             if not self.blocks_only:
                 fully_shard(model, **shared)
+        return model
 
-    def _cut_experts(self, held: Sequence[nn.Module]) -> None:
+    def _cut_experts(self, held: Sequence[Experts]) -> None:
         sizes = dict(self.experts)
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for experts in held:
-            parallelize_module(experts, mesh["ep"], Placed(Shard(0)))
+            experts.domain = "dense" if self.experts_are == "one stack" else "expert"
+            if self.experts_are == "apart":
+                place, ranks = mesh.get_local_rank("ep"), sizes["ep"]
+                for name, param in list(experts.named_parameters()):
+                    own = param.detach().chunk(ranks)[place].clone()
+                    experts.register_parameter(name, nn.Parameter(own))
+            else:
+                parallelize_module(experts, mesh["ep"], Placed(Shard(0)))
             if "eshard" in sizes:
                 fully_shard(experts, mesh=mesh["eshard"], shard_placement_fn=lambda param: Shard(self.expert_dim))
 
@@ -361,6 +390,13 @@ class Mesh:
             start = min(starts[dim] + place[axis] * length, stops[dim])
             starts[dim], stops[dim] = start, min(start + length, stops[dim])
         return tuple(map(slice, starts, stops))
+
+    def first_expert(self, model: Model, rank: int, fqn: str) -> int:
+        """The number, among all experts, of what a rank calls its first."""
+        if self.experts_are != "apart" or ".experts." not in fqn:
+            return 0
+        (_, chunks, axis), *_ = self.cuts(model, fqn)
+        return _place(self.experts, rank)[axis] * getattr(model, "experts", 0) // chunks
 
 
 def _place(axes: Axes, rank: int) -> dict[str, int]:
@@ -400,12 +436,20 @@ MESHES: dict[str, Mesh] = {
     **{f"hsdp {a}x{b}": _hsdp(a, b) for a, b in ((2, 2), (2, 3), (2, 4))},
     **{f"fsdp+tp {a}x{b}": _fsdp_tp(a, b) for a, b in ((2, 2), (3, 2), (2, 3), (2, 4))},
     **{f"tp {world}": Mesh((("tp", world),)) for world in (2, 3, 4)},
+    **{f"ddp {world}": Mesh((("all", world),), ddp=True) for world in (2, 3, 4)},
     "hsdp+tp 2x2x2": Mesh((("replicate", 2), ("shard", 2), ("tp", 2))),
     **{f"ep {world}": Mesh((("all", world),), experts=(("ep", world),)) for world in (2, 3)},
     **{f"ep beside fsdp {world}": Mesh((("shard", world),), experts=(("ep", world),)) for world in (2, 4)},
     **{
         f"ep x fsdp {a}x{b} dim {dim}": Mesh((("shard", a * b),), experts=(("eshard", a), ("ep", b)), expert_dim=dim)
         for a, b in ((2, 2), (3, 2), (2, 4))
+        for dim in (0, 1)
+    },
+    **{
+        f"{how} ep x fsdp 2x2 dim {dim}": Mesh(
+            (("shard", 4),), experts=(("eshard", 2), ("ep", 2)), expert_dim=dim, experts_are=how
+        )
+        for how in ("declared", "apart")
         for dim in (0, 1)
     },
     "ep x fsdp in hsdp 2x2": Mesh((("replicate", 2), ("shard", 2)), experts=(("eshard", 2), ("ep", 2)), expert_dim=1),
@@ -415,6 +459,8 @@ MESHES: dict[str, Mesh] = {
 def fits(mesh: str, model: str) -> bool:
     """Whether there is anything to see: a mesh of experts needs experts, and one for blocks needs blocks."""
     found = MESHES[mesh]
+    if found.experts_are == "apart" or model == "quartet":
+        return found.experts_are == "apart" and model == "quartet"
     return model == "mixture" or not (found.experts or (found.blocks_only and model == "few"))
 
 

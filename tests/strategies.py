@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerwise.config.layouts import LAYOUTS, WorkPolicy
 from layerwise.dtypes import DType
-from layerwise.layout.boxes import BoxShards
+from layerwise.layout.boxes import Boxes, BoxShards
 from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
@@ -281,7 +281,9 @@ def boxed(draw: st.DrawFn) -> Worked:
     world, rng = draw(worlds), Random(draw(st.integers(0, 2**16)))
     table, routes = _cut_model(draw(st.lists(cut_params(), min_size=1, max_size=4)))
     shards = [
-        BoxShards(index, "dense", spec.fqn, spec.shape, random_boxes(rng, spec.shape, world), rng.choice(POLICIES))
+        BoxShards(
+            index, "dense", spec.fqn, Boxes(spec.shape, random_boxes(rng, spec.shape, world)), rng.choice(POLICIES)
+        )
         for index, spec in enumerate(table)
     ]
     return _worked(table, routes, shards, world, draw(_COHORTS))

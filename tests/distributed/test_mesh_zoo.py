@@ -31,16 +31,18 @@ QUICK: dict[str, list[tuple[str, str]]] = {
     "fsdp+tp 3x2": [("odd", "adamuon"), ("fusions", "normuon")],
     "tp 2": [("tied", "muon"), ("grouped", "adamuon")],
     "tp 3": [("odd", "normuon"), ("few", "muon"), ("fusions", "muon")],
+    "ddp 2": [("grouped", "normuon"), ("tied", "muon")],
     "ep 3": [("mixture", "adamuon")],
     "ep beside fsdp 2": [("mixture", "muon")],
     "ep x fsdp 2x2 dim 0": [("mixture", "normuon")],
     "ep x fsdp 2x2 dim 1": [("mixture", "muon")],
+    "apart ep x fsdp 2x2 dim 1": [("quartet", "normuon")],
 }
 """What everybody runs: every kind of mesh, and every model under every rule."""
 
 
 def scenes_of(mesh: str, *, quick: bool) -> list[Scene]:
-    every = [(model, rule) for model in ZOO for rule in RULES if fits(mesh, model)]
+    every = [(model, rule) for model in (*ZOO, "quartet") for rule in RULES if fits(mesh, model)]
     chosen = QUICK.get(mesh, []) if quick else [pair for pair in every if pair not in QUICK.get(mesh, [])]
     return [with_rule(Scene(mesh, model), rule) for model, rule in chosen]
 
@@ -73,7 +75,7 @@ def test_every_other_model_and_rule_on_every_mesh(mesh: str) -> None:
 
 def test_what_everybody_runs_has_every_model_under_every_rule() -> None:
     pairs = Counter(pair for chosen in QUICK.values() for pair in chosen)
-    assert set(pairs) == {(model, rule) for model in ZOO for rule in RULES}
+    assert set(pairs) == {(model, rule) for model in ZOO for rule in RULES} | {("quartet", "normuon")}
     assert set(ZOO) < set(MODELS)
 
 

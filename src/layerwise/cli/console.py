@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -17,6 +19,10 @@ from rich.table import Table
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.units import format_count, format_seconds
 
+_FILE_WIDTH = 198
+"""Of tables in a file or a pipe: lines stay below 200 characters."""
+_LEAST, _LEAST_OF_NAMES, _NARROW, _GAP = 20, 34, 10, 3
+"""Characters that the last column keeps, that names keep, that others keep, and between two columns."""
 _PLAIN_WIDTH = 10_000  # a file has no width, so nothing is wrapped or cut there
 
 
@@ -119,16 +125,30 @@ class TrainConsole:
         sys.stdout.flush()
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table on stdout; columns named in `right` hold numbers."""
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> None:
+    """A table on stdout; columns named in `right` hold numbers. Where there is no room, those in `optional` are left out,
+    then long names in the first column lose their middle; the last column holds the longest text and is folded, or cut in
+    a file, whose lines stay below 200 characters."""
     console = make_console()
-    if title:
-        console.print(title, markup=False)
+    width = console.width if console.is_terminal else _FILE_WIDTH
+    for line in title.splitlines():
+        for part in textwrap.wrap(line, width, subsequent_indent="    ") or [""]:
+            console.print(part, markup=False)
+    columns, rows, widths = _fitted(columns, rows, optional, width)
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        # Only the last column, which holds the longest text, is folded on a narrow terminal: names stay whole.
-        is_last = column == columns[-1]
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=not is_last, overflow="fold")
+    for number, column in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        is_last = number == len(columns) - 1
+        table.add_column(
+            column, justify=justify, no_wrap=number == 0 or not console.is_terminal, overflow="fold", max_width=widths[number],
+            min_width=None if is_last else min(widths[number], len(column)),
+        )  # fmt: skip
     for row in rows:
         table.add_row(*(cell.replace("[", r"\[") for cell in row))  # brackets are text here, not markup
     if console.is_terminal:
@@ -138,3 +158,45 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         console.print(table, soft_wrap=False)
     for line in drawn.get().splitlines():  # rich fills every row up to the width of its last column
         print(line.rstrip())
+
+
+def _fitted(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
+) -> tuple[list[str], list[list[str]], list[int]]:
+    """Columns and cells that fit into so many characters, and how many each column has."""
+    kept = list(range(len(columns)))
+
+    def widths() -> list[int]:
+        return [max([len(columns[n]), *(len(row[n]) for row in rows)]) for n in kept]
+
+    def room() -> int:
+        return width - sum(widths()[:-1]) - _GAP * len(kept)
+
+    for name in optional:
+        if room() < _LEAST and name in columns:
+            kept.remove(list(columns).index(name))
+    cells = [[row[n] for n in kept] for row in rows]
+    found = widths()
+    lacking = _LEAST - room()
+    if lacking > 0:
+        found[0] = max(min(found[0], _LEAST_OF_NAMES), found[0] - lacking)
+        lacking = _LEAST - (width - sum(found[:-1]) - _GAP * len(kept))
+    for number in sorted(range(1, len(kept) - 1), key=lambda n: -found[n]):
+        if lacking > 0:
+            less = min(lacking, max(0, found[number] - _NARROW))
+            found[number] -= less
+            lacking -= less
+    found[-1] = max(_NARROW, width - sum(found[:-1]) - _GAP * len(kept))
+    for row in cells:
+        row[0] = _without_middle(row[0], found[0])
+        if width == _FILE_WIDTH and len(row[-1]) > found[-1]:
+            row[-1] = f"{row[-1][: found[-1] - 2]}.."
+    return [columns[n] for n in kept], cells, found
+
+
+def _without_middle(name: str, width: int) -> str:
+    """`model.la..self_attn.q_proj.weight`: the end of a long name says most, and its beginning where it is."""
+    if len(name) <= width:
+        return name
+    left = (width - 2) // 4
+    return f"{name[:left]}..{name[len(name) - (width - 2 - left) :]}"

@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
@@ -36,11 +38,15 @@ from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override
 from layerwise.config.rules import Muon, Rule
 from layerwise.config.schema import TrainConfig, matrix_rule, other_rule
-from layerwise.errors import ConfigError, Problem
+from layerwise.errors import ConfigError, Problem, listed
 from layerwise.layout.cost import NewtonSchulz
 from layerwise.layout.plan import Plan
-from layerwise.routing.files import read_rules
-from layerwise.routing.rules import RouteRule, explain, route_params, suspicion
+from layerwise.routing.evidence import Evidence
+from layerwise.routing.files import read_rules, rules_to_toml
+from layerwise.routing.readings import Role
+from layerwise.routing.record import read_routing, routing_to_json
+from layerwise.routing.refusals import RefusedError
+from layerwise.routing.rules import RouteRule, explain, refuse_fallbacks, route_param, route_params, suspicion
 from layerwise.units import format_count, format_nbytes
 
 if TYPE_CHECKING:
@@ -59,6 +65,12 @@ class InspectRequest:
     explain: str | None = None
     as_json: bool = False
     every_row: bool = False
+    places: bool = False
+    """Show homes and buckets."""
+    trace: bool = False
+    """Follow the forward and show what it says."""
+    record: str = ""
+    """A file to write the routing to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +152,17 @@ def run(request: InspectRequest) -> int:
         module = build_model(source, config)
         if request.explain is not None:
             return _explain(module, rules, request.explain, as_json=request.as_json, strict=config.routing.strict)
-        plan, rows = _plan_and_rows(module, config, rules, request.world)
+        if request.trace and not request.record:
+            from layerwise.cli import seen
+
+            return seen.show(module, source, rules, as_json=request.as_json)
+        evidence = _evidence(module, source, config, follow=request.trace)
+        plan, rows = _plan_and_rows(module, config, rules, request.world, evidence)
+        if request.record:
+            _record(plan, request.record)
     except ConfigError as error:
+        if isinstance(error.__cause__, RefusedError) and request.explain is None:
+            _offer_rules(module, source, error.__cause__)
         complain(str(error))
         return BAD_INPUT
     except MissingPackage as error:
@@ -156,7 +177,7 @@ def run(request: InspectRequest) -> int:
     if request.as_json:
         print(json.dumps(as_json(plan, rows)))
     else:
-        _print_rows(plan, rows, every_row=request.every_row)
+        _print_rows(plan, rows, every_row=request.every_row, places=request.places)
     return OK
 
 
@@ -178,11 +199,36 @@ def _settings(request: InspectRequest) -> tuple[ModelSource, TrainConfig]:
     return source, load_settings(None, overrides, problems).config
 
 
+def _evidence(module: nn.Module, source: ModelSource, config: TrainConfig, *, follow: bool) -> Evidence | None:
+    """What routing has to go by beside types and names: the forward, or a recorded routing."""
+    if config.routing.recorded:
+        return Evidence(recorded=read_routing(config.routing.recorded))
+    if not follow:
+        return None
+    from layerwise.cli import seen
+
+    found = seen.follow(module, source)
+    unseen = [fqn for fqn, reading in found.readings.items() if reading.role is Role.UNSEEN]
+    if unseen:
+        note(f"{len(unseen)} params were not seen in the forward, and go by their types and names: {listed(unseen)}")
+    return Evidence(readings=found.readings, decides=True)
+
+
+def _record(plan: Plan, path: str) -> None:
+    try:
+        Path(path).write_text(routing_to_json(plan.table, plan.routes), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([Problem(path, f"cannot be written: {error.strerror or error}.")]) from None
+    note(
+        f"recorded the routing of {len(plan.table)} params in {path}; a run that is to go by it has routing.recorded = {path!r}"
+    )
+
+
 def _plan_and_rows(
-    module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int
+    module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int, evidence: Evidence | None = None
 ) -> tuple[Plan, list[ParamRow]]:
     try:
-        plan = plan_for(module, config, rules, world)
+        plan = plan_for(module, config, rules, world, evidence)
         return plan, rows_of(plan, config)
     except (
         ValueError,
@@ -192,7 +238,28 @@ def _plan_and_rows(
         raise ConfigError([Problem("routing", str(error))]) from error
 
 
-def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int) -> Plan:
+def _offer_rules(module: nn.Module, source: ModelSource, error: RefusedError) -> None:
+    """TOML to paste that covers every refused param: as its forward shows it, where that can be followed."""
+    from layerwise.cli import seen
+
+    try:
+        readings = seen.follow(module, source).readings
+    except ConfigError:  # without inputs
+        readings = {}
+    rules = []
+    is_known = True
+    for refusal in error.refusals:
+        reading = readings.get(refusal.first.fqn)
+        split = reading.split if reading is not None and reading.role is Role.MAP else None
+        is_known = is_known and split is not None
+        rules.append(RouteRule(pattern=refusal.pattern, to="matrix", split=split or "whole"))
+    doubt = "" if is_known else "; 'whole' is a guess where the forward was not seen"
+    note(f"rules for --rules FILE, as the forward uses these params{doubt}:\n\n{rules_to_toml(rules)}")
+
+
+def plan_for(
+    module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule], world: int, evidence: Evidence | None = None
+) -> Plan:
     """The plan that `DataParallel` would make of the module on `world` ranks."""
     from layerwise.dtypes import DType
     from layerwise.engine import engine
@@ -203,6 +270,7 @@ def plan_for(module: nn.Module, config: TrainConfig, rules: Sequence[RouteRule],
         layout=config.parallel.layout,
         rules=rules,
         strict=config.routing.strict,
+        evidence=evidence,
         grad_dtype=dtype,
         bucket_numel=bucket_numel_of(config.parallel.bucket_mib, dtype),
     )
@@ -283,12 +351,16 @@ def as_json(plan: Plan, rows: Sequence[ParamRow]) -> dict[str, object]:
     }
 
 
-def _print_rows(plan: Plan, rows: Sequence[ParamRow], *, every_row: bool) -> None:
+_COLUMNS = ("param", "shape", "route", "matrices", "size", "why")
+_PLACES = ("home", "bucket")
+
+
+def _print_rows(plan: Plan, rows: Sequence[ParamRow], *, every_row: bool, places: bool) -> None:
     from layerwise.cli.console import print_table
 
-    columns = ("param", "shape", "route", "matrices", "home", "bucket", "size", "why")
-    cells = [_cells(name, members) for name, members in _folded(rows, every_row=every_row)]
-    print_table(plan.describe(), columns, cells, right=("bucket", "size"))
+    columns = (*_COLUMNS[:-1], *(_PLACES if places else ()), _COLUMNS[-1])
+    cells = [_cells(name, members, places=places) for name, members in _folded(rows, every_row=every_row)]
+    print_table(plan.describe(), columns, cells, right=("bucket", "size"), optional=("size", "matrices"))
     print()
     sums = ("params", "elements", "size", "matrices", "newton-schulz flops a step")
     print_table("", ("totals", *sums), _total_cells(rows), right=sums)
@@ -303,7 +375,7 @@ def _folded(rows: Sequence[ParamRow], *, every_row: bool) -> list[tuple[str, lis
     ]
 
 
-def _cells(name: str, members: Sequence[ParamRow]) -> tuple[str, ...]:
+def _cells(name: str, members: Sequence[ParamRow], *, places: bool) -> tuple[str, ...]:
     """One line of the table: a param, or several that differ in their layer number alone."""
     first = members[0]
     homes = first.homes if len(members) == 1 else tuple(dict.fromkeys(home for row in members for home in row.homes))
@@ -313,9 +385,8 @@ def _cells(name: str, members: Sequence[ParamRow]) -> tuple[str, ...]:
         "x".join(map(str, first.shape)),
         first.route,
         counted([f"{rows}x{cols}" for rows, cols in first.matrices]),
-        _homes(homes, is_sorted=len(members) > 1),
-        ranges(buckets),
         format_nbytes(sum(row.nbytes for row in members)),
+        *((_homes(homes, is_sorted=len(members) > 1), ranges(buckets)) if places else ()),
         first.reason,
     )
 
@@ -370,7 +441,11 @@ def _explain(module: nn.Module, rules: Sequence[RouteRule], name: str, *, as_jso
         raise ConfigError([Problem("routing", str(error))]) from error
     tried = [{"rule": rule, "answer": answer} for rule, answer in explain(param, rules)]
     try:
-        route = route_params(table, rules, strict=strict)[param.fqn]
+        with suppress(RefusedError):  # of others, perhaps: the rules are checked against all params
+            route_params(table, rules)
+        route = route_param(param, rules)
+        if strict:
+            refuse_fallbacks([param], {param.fqn: route})
     except ValueError as error:
         _print_tried(param.fqn, param.shape, tried)
         raise ConfigError([Problem("routing", str(error))]) from error

@@ -75,6 +75,13 @@ class InspectCommand:
     """Say which routing rules were tried for the param of this name, and which one decided."""
     all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Give every param a line of its own, also where only the layer number differs."""
+    places: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also show the ranks that orthogonalise each matrix, and the bucket of each param."""
+    trace: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Follow the model's forward without values and show what each param is there, with rules for what routing gets
+    wrong. With --record, the forward decides."""
+    record: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """Write where every param goes to a file, which a run can pin: routing.recorded."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON instead of a table."""
     model: tyro.conf.FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
@@ -92,10 +99,17 @@ class PlanCommand:
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
     """A preset (llama3-8b, deepseek-v3 ...), a Hugging Face config.json or its folder, a config of the trainer, or
     module:function that returns a module."""
-    world: Annotated[int, tyro.conf.arg(metavar="N")]
-    """Number of data-parallel ranks, those of expert parallelism included; none are started."""
+    world: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Number of data-parallel ranks, those of expert parallelism included; none are started. None: those of the mesh that
+    --fsdp, --replicate and --tp make."""
     ep: Annotated[int, tyro.conf.arg(metavar="E")] = 1
     """Ranks over which routed experts are spread; N / E ranks hold copies of each."""
+    fsdp: Annotated[int, tyro.conf.arg(metavar="F")] = 1
+    """Ranks over which torch's fully_shard() cuts every param, in place of a layout of ours."""
+    replicate: Annotated[int, tyro.conf.arg(metavar="R")] = 1
+    """Groups of these that hold the same shards (HSDP)."""
+    tp: Annotated[int, tyro.conf.arg(metavar="T")] = 1
+    """Ranks over which torch's parallelize_module() cuts linear layers, by their usual names."""
     layout: Annotated[str, tyro.conf.arg(metavar="LAYOUT")] = "all"
     """flat, padded, compact, replicated, padded:reference or auto; several with commas between them. all: the first
     four side by side, and which of them auto takes."""
@@ -201,20 +215,27 @@ def _inspect(command: InspectCommand, overrides: Sequence[Override]) -> int:
         explain=command.explain,
         as_json=command.json,
         every_row=command.all,
+        places=command.places,
+        trace=command.trace,
+        record=command.record,
     )
     return inspect.run(request)
 
 
 def _plan(command: PlanCommand) -> int:
     from layerwise.cli import plan
+    from layerwise.cli.plan_request import PlanRequest
     from layerwise.dtypes import DType
     from layerwise.layout.cost import DEFAULT_HARDWARE
 
     given = {"ns_tflops": command.tflops, "link_gb_s": command.link_gb_s}
-    request = plan.PlanRequest(
+    request = PlanRequest(
         model=command.model,
         world=command.world,
         expert_parallel=command.ep,
+        fsdp=command.fsdp,
+        replicate=command.replicate,
+        tensor_parallel=command.tp,
         layout=command.layout,
         param_dtype=DType(command.param_dtype) if command.param_dtype is not None else None,
         grad_dtype=DType(command.grad_dtype),

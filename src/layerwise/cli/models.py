@@ -27,10 +27,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 _HF_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_CTC_MAPPING_NAMES",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
 """Where to look for a class when a config names none. Causal language models come late: encoders and encoder-decoders
@@ -150,14 +155,16 @@ def _hf_model(source: ModelSource, document: Mapping[str, Any]) -> nn.Module:
                 )
             ]
         )
-    with _blamed_on(source.word, f"transformers cannot build a {model_type!r} from it"):
+    bare = " (from the defaults of its config, which may be broken: give a real config.json)"
+    whose = bare if source.kind is ModelKind.HF_TYPE else ""
+    with _blamed_on(source.word, f"transformers cannot build a {model_type!r} from it{whose}"):
         config = known[model_type].from_dict(dict(document))
         config._attn_implementation = "eager"  # the one that needs no other package; params are the same
-        model: nn.Module = _hf_class(source.word, transformers, config)(config)
+        model: nn.Module = hf_class(source.word, transformers, config)(config)
         return model.to(config.dtype) if config.dtype is not None else model
 
 
-def _hf_class(word: str, transformers: Any, config: Any) -> Callable[[Any], Any]:
+def hf_class(word: str, transformers: Any, config: Any) -> Callable[[Any], Any]:
     """The class that the config names, or the one that a model of this type usually is."""
     named = config.architectures or []
     if named:
@@ -203,6 +210,21 @@ def _from_function(word: str) -> nn.Module:
         what = f"{attribute}() returned {type(built).__name__}: expected an nn.Module."
         raise ConfigError([Problem(word, what)])
     return built
+
+
+def functions_inputs(word: str, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs for a module of the user's: those of its own method `example_inputs()`, or of a function of that name beside
+    the one that built it."""
+    beside = sys.modules.get(word.partition(":")[0])
+    made = getattr(module, "example_inputs", None) or getattr(beside, "example_inputs", None)
+    if not callable(made):
+        what = "has no example_inputs(): expected a method of the module, or a function beside it, that returns a tensor, a tuple or a dict."
+        raise ConfigError([Problem(word, f"{what} Its forward cannot be followed without.")])
+    with _blamed_on(word, "example_inputs() raised", is_users_code=True):
+        found = made()
+    if isinstance(found, Mapping):
+        return (), dict(found)
+    return tuple(found) if isinstance(found, tuple | list) else (found,), {}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, device_of, tie_groups
+from layerwise.comm.groups import Domain, Groups, ProcessGroup, check_reach, derive_together, device_of, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.comm.sharded import is_sharded, local_of, reshard
 from layerwise.engine.copies import check_copies
@@ -108,8 +108,8 @@ def refuse_sharded(params: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
-    """Raise if a param lies in somebody else's buffers already, or not all of them on one device."""
+def _refuse_claimed(params: Mapping[str, nn.Parameter], groups: Groups) -> None:
+    """Raise if a param lies in somebody else's buffers already, or not all of them on one device that ranks can reach."""
     if any(map(is_claimed, params.values())):
         gc.collect()  # a wrapper that nobody has any more may be waiting for that, in a cycle with a scheduler
     for fqn, param in params.items():
@@ -121,7 +121,7 @@ def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
             )
     trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
     if trainables:
-        one_device(trainables)
+        check_reach(groups, one_device(trainables))
 
 
 def _is_channels_last(param: Tensor) -> bool:
@@ -185,8 +185,8 @@ class Engine:
                     f"{self.communicators[shard.domain].world}: shards would have no owner."
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
-        held = {fqn: local_of(param) for fqn, param in trainables.items()}
-        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), held)
+        held_of = None if placed is None else local_of
+        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), held_of)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
         self.publisher = Publisher(
@@ -266,7 +266,7 @@ class Engine:
     def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
         if self._placed is None:
             refuse_sharded(params)
-        _refuse_claimed(params)
+        _refuse_claimed(params, self.groups)
         plan = plan_for(
             self.chunks,
             self.settings.options,

@@ -181,7 +181,8 @@ class Stepper:
         )
         divisors = self._divisors()
         totals = self._stats_pass.reduce(seen, divisors)
-        if totals.late and totals.consistent:
+        is_partial = gradients.are_reduced and bool(totals.partly_missing)  # then not all would take part
+        if totals.late and totals.consistent and not is_partial:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
             totals = self._stats_pass.reduce(replace(seen, late=gradients.late), divisors)
@@ -235,7 +236,7 @@ class Stepper:
 
     def free(self) -> None:
         """Let go of staging memory."""
-        self.update.slots.free()
+        self.update.free()
 
     def refuse_half_way(self) -> None:
         """Raise if a step ended in between."""
@@ -343,8 +344,8 @@ class Stepper:
             ]
             raise StateError(
                 f"some ranks have a gradient and some have none: {listed(names)}. Whoever reduced gradients did so on all ranks that "
-                "hold a part of a param, so expected one on all of them or on none. Run the same modules on every rank; zero_grad() "
-                "on all of them goes on from here."
+                "hold a part of a param, so expected one on all of them or on none. Run the same modules on every rank, or use "
+                "find_unused_parameters=True of DistributedDataParallel; zero_grad() on all ranks goes on from here."
             )
         if self._policy.strict_grads and totals.missing:
             world = self._engine.plan.world

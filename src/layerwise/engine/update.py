@@ -17,6 +17,7 @@ from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
+from layerwise.kernels.recorded import Recorder
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
 from layerwise.memory.parts import UpdateParts
@@ -71,6 +72,7 @@ class Update:
         self._works = engine.plan.works if exchange else ()
         self._device = engine.storage.device
         self._groups = groups
+        self._recorder = Recorder()
         self._matrix_groups, self._other_groups = (
             [index for index, group in enumerate(groups) if group.rule.is_matrix_rule is wanted]
             for wanted in (True, False)
@@ -233,7 +235,7 @@ class Update:
         """The orthogonalised update of a batch. Rules see logical matrices; storage order comes back."""
         algorithm = MATRIX[self._groups[batch.group].rule.kind]
         logical = update_BMN.mT if batch.transposed else update_BMN
-        direction = algorithm.direction(logical, options, self._home_state[batch])
+        direction = algorithm.direction(logical, options, self._home_state[batch], self._recorder)
         return direction.mT.contiguous() if batch.transposed else direction
 
     def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[LiveOptions]) -> None:
@@ -249,6 +251,11 @@ class Update:
     ) -> None:
         """Take directions off the masters this rank owns, each region with the factor of its matrix."""
         subtract_scaled_([region.master for region in regions], directions, factors.under(options))
+
+    def free(self) -> None:
+        """Let go of memory that only a step needs."""
+        self.slots.free()
+        self._recorder.free()
 
     def products(self, options: Sequence[LiveOptions]) -> dict[str, str]:
         """Which kernels multiply, and why, for every `ns_dtype` of the matrix rules."""

@@ -14,6 +14,7 @@ from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, Newt
 from layerwise.layout.slots import STAGINGS, Staging
 from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, ParamSync, Reducer
 from layerwise.layout.work import DEFAULT_COHORT_NUMEL
+from layerwise.routing.evidence import Evidence
 from layerwise.routing.rules import RouteRule
 from layerwise.units import MIB
 
@@ -40,6 +41,8 @@ class Options:
     """Routing rules that come before the defaults."""
     strict: bool = False
     """Refuse a param of two or more dims that only a fallback rule explains."""
+    evidence: Evidence | None = None
+    """What else is known about the params: their forward was followed, or their routes were recorded."""
     grad_dtype: DType = DType.FP32
     """What gradients are accumulated and reduced in."""
     bucket_numel: int | None = None

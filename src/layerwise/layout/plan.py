@@ -21,7 +21,8 @@ from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, idle_runs
 from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, plan_storage
 from layerwise.layout.work import WorkPlan, imbalance_of, plan_work
-from layerwise.routing.rules import Route, route_params
+from layerwise.routing.evidence import route_by
+from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamTable
 from layerwise.units import format_count, format_nbytes
 
@@ -274,7 +275,7 @@ def compare_plans(
     share is done once."""
     resolved = [resolve_layout(layout) for layout in layouts]
     world_by_domain = _worlds(table, world, worlds or {})
-    routes = route_params(table, options.rules, strict=options.strict)
+    routes = route_by(table, options.rules, strict=options.strict, evidence=options.evidence)
     drafts: dict[Layout, Draft] = {}
 
     def draft(layout: Layout | Mapping[BufferGroup, Layout]) -> Draft:

@@ -3,7 +3,7 @@ own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +70,17 @@ class Storage:
         params: Mapping[str, nn.Parameter],
         ranks: Mapping[str, int],
         other: torch.device = _CPU,
-        held: Mapping[str, Tensor] | None = None,
+        held_of: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`other` is the device of what is not trained: that of a model that trains nothing. `held` is what this rank has of
-        each param, where that is not all of it."""
+        """`other` is the device of what is not trained: that of a model that trains nothing. `held_of` is what this rank has
+        of a param, where that may not be all of it."""
         self.plan = plan
         self.ranks = dict(ranks)
         """This rank's number in every domain."""
         self.params = dict(params)
-        self.held: dict[str, Tensor] = dict(params if held is None else held)
+        self.held: dict[str, Tensor] = {
+            fqn: param if held_of is None else held_of(param) for fqn, param in params.items()
+        }
         """What this rank has of each param: itself, or its part."""
         planned = {fqn for shard in plan.shards for fqn in shard.fqns}
         if planned != self.params.keys():
@@ -93,7 +95,7 @@ class Storage:
             self._own_shard(shard) for shard in plan.shards
         )
         self._fqns = tuple(self.params)
-        self._places = Places(tuple(self.held.values()))
+        self._places = Places(tuple(self.params.values()), held_of)
 
     @property
     def keeps_updates(self) -> bool:
@@ -217,7 +219,8 @@ class Storage:
 
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
-        increment_version(list(self.held.values()))
+        apart = (held for fqn, held in self.held.items() if held is not self.params[fqn])
+        increment_version([*self.params.values(), *apart])
         self._places.note()
 
     @torch.no_grad()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layerwise.models.names import named_children, unwrapped
-from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed
+from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed, whole
 
 Describe = Callable[[nn.Module], Mapping[str, Split]]
 
@@ -61,9 +62,28 @@ def _head_dim(module: nn.Module) -> int:
 
 
 def _torch_attention(module: nn.Module) -> Mapping[str, Split]:
-    """torch's own attention keeps query, key and value one after the other, unless their widths differ."""
+    """torch's own attention keeps query, key and value one after the other, or apart where their widths differ."""
     shape = _shape(module, "in_proj_weight")
-    return {"in_proj_weight": row_blocks(shape, (shape[0] // 3,) * 3)} if shape else {}
+    if shape:
+        return {"in_proj_weight": row_blocks(shape, (shape[0] // 3,) * 3)}
+    names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    return {name: whole(shape) for name in names if (shape := _shape(module, name))}
+
+
+def _recurrent(gates: int) -> Describe:
+    """torch's own recurrent layers: the gates of each layer and direction one after the other, and the projection of the
+    hidden state, which has none."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        found = {}
+        for name, param in module.named_parameters(recurse=False):
+            if name.startswith(("weight_ih", "weight_hh")):
+                found[name] = row_blocks(tuple(param.shape), (param.shape[0] // gates,) * gates)
+            elif name.startswith("weight_hr"):
+                found[name] = whole(tuple(param.shape))
+        return found
+
+    return describe
 
 
 def _conv1d_attention(module: nn.Module) -> Mapping[str, Split]:
@@ -141,9 +161,73 @@ def _latent_attention(module: nn.Module) -> Mapping[str, Split]:
     key, value = _size(module, "qk_nope_head_dim"), _size(module, "v_head_dim")
     up = _pair(module, "kv_b_proj.weight")
     return {
-        "kv_a_proj_with_mqa.weight": row_blocks(_pair(module, "kv_a_proj_with_mqa.weight"), (latent, rotary)),
-        "kv_b_proj.weight": interleaved_rows(up, up[0] // (key + value), (key, value)),
+        "kv_a_proj_with_mqa.weight": row_blocks(_pair(module, "kv_a_proj_with_mqa.weight"), _there(latent, rotary)),
+        "kv_b_proj.weight": interleaved_rows(up, up[0] // (key + value), _there(key, value)),
     }
+
+
+def _there(*sizes: int) -> tuple[int, ...]:
+    """Sizes of the blocks that there are: keys may have no part that is rotated, or nothing else."""
+    return tuple(size for size in sizes if size)
+
+
+def _query_and_gate(module: nn.Module) -> Mapping[str, Split]:
+    """Each head's query is followed by the gate of its output."""
+    shape, head = _pair(module, "q_proj.weight"), _head_dim(module)
+    heads = _size(module, "num_attention_heads", "num_heads")
+    if shape[0] != 2 * heads * head:  # without a gate
+        return {}
+    return {"q_proj.weight": interleaved_rows(shape, heads, (head, head))}
+
+
+def _delta_net(module: nn.Module) -> Mapping[str, Split]:
+    """Gated delta nets: by key head, its query, key, values and gates; likewise the two rates of its value heads. Or query,
+    key and value one after the other."""
+    heads, groups = _size(module, "num_v_heads"), _size(module, "num_k_heads")
+    key, value = _size(module, "head_k_dim"), heads // groups * _size(module, "head_v_dim")
+    found = {}
+    if shape := _shape(module, "in_proj_qkvz.weight"):
+        found["in_proj_qkvz.weight"] = interleaved_rows((shape[0], shape[1]), groups, (key, key, value, value))
+    if shape := _shape(module, "in_proj_ba.weight"):
+        found["in_proj_ba.weight"] = interleaved_rows((shape[0], shape[1]), groups, (heads // groups,) * 2)
+    if shape := _shape(module, "in_proj_qkv.weight"):
+        found["in_proj_qkv.weight"] = row_blocks(shape, (groups * key, groups * key, groups * value))
+    return found
+
+
+def _deberta(module: nn.Module) -> Mapping[str, Split]:
+    """The first version has query, key and value head by head; the second has them apart."""
+    if not _shape(module, "in_proj.weight"):
+        return {}
+    shape, heads = _pair(module, "in_proj.weight"), _size(module, "num_attention_heads")
+    return {"in_proj.weight": interleaved_rows(shape, heads, (shape[0] // (3 * heads),) * 3)}
+
+
+def _rows_of_experts(module: nn.Module) -> Mapping[str, Split]:
+    """DBRX: the experts' weights one below the other; the last of the three is stored transposed."""
+    experts = _size(module, "moe_num_experts")
+    found = {}
+    for name, roles in (("w1", "arc"), ("v1", "arc"), ("w2", "acr")):
+        rows, cols = _pair(module, name)
+        found[name] = Split(grid=(experts, rows // experts, cols), roles=roles)
+    return found
+
+
+def _parallel_experts(gated: bool) -> Describe:
+    """JetMoE: stacked experts, whose first layer makes gate and up, or the queries of attention."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        first, last = (_triple(_shape(module, f"{name}.weight")) for name in ("input_linear", "output_linear"))
+        halves = (first[1] // 2,) * 2 if gated else ()
+        return {"input_linear.weight": stack(first, sizes=halves), "output_linear.weight": stack(last)}
+
+    return describe
+
+
+def _gates_of_heads(module: nn.Module) -> Mapping[str, Split]:
+    """RecurrentGemma: a matrix for each head, stored (in, out)."""
+    names = ("input_gate_weight", "recurrent_gate_weight")
+    return {name: stack(_triple(_shape(module, name)), transposed=True) for name in names}
 
 
 def _mamba1(module: nn.Module) -> Mapping[str, Split]:
@@ -235,6 +319,28 @@ _KNOWN: dict[str, Describe] = {
     "NemotronHMamba2Mixer": _mamba2,
     "GraniteMoeHybridMambaLayer": _mamba2,
     "Llama4TextExperts": _transposed_halves,
+    "LSTM": _recurrent(4),
+    "LSTMCell": _recurrent(4),
+    "GRU": _recurrent(3),
+    "GRUCell": _recurrent(3),
+    "RNN": _recurrent(1),
+    "RNNCell": _recurrent(1),
+    "Lfm2ShortConv": _blocks("in_proj.weight", 3),
+    "Lfm2MoeShortConv": _blocks("in_proj.weight", 3),
+    "DbrxExpertGLU": _rows_of_experts,
+    "JetMoeMoE": _parallel_experts(gated=True),
+    "JetMoeMoA": _parallel_experts(gated=False),
+    "GraniteMoeSharedMLP": _blocks("input_linear.weight", 2),
+    "GraniteMoeHybridMLP": _blocks("input_linear.weight", 2),
+    "GraniteMoeSWAMLP": _blocks("input_linear.weight", 2),
+    "Qwen3NextAttention": _query_and_gate,
+    "Qwen3_5Attention": _query_and_gate,
+    "Qwen3_5MoeAttention": _query_and_gate,
+    "Qwen3NextGatedDeltaNet": _delta_net,
+    "Qwen3_5GatedDeltaNet": _delta_net,
+    "Qwen3_5MoeGatedDeltaNet": _delta_net,
+    "DisentangledSelfAttention": _deberta,
+    "RecurrentGemmaRglru": _gates_of_heads,
 }
 _KNOWN_BY_ENDING: dict[str, Describe] = {"Experts": _experts, "Attention": _latent_attention}
 """Whole families that share a layout; their entries answer only if the module has what that layout needs."""
@@ -242,7 +348,7 @@ _KNOWN_BY_ENDING: dict[str, Describe] = {"Experts": _experts, "Attention": _late
 
 def is_transposed_linear(module: nn.Module) -> bool:
     """Whether it is GPT-2's `Conv1D`: a linear layer that stores its weight (in, out)."""
-    return type(module).__name__ == "Conv1D" and _shape(module, "weight") == (
+    return type_before_parametrizations(module).__name__ == "Conv1D" and _shape(module, "weight") == (
         getattr(module, "nx", None),
         getattr(module, "nf", None),
     )
@@ -255,8 +361,9 @@ def _trains(module: nn.Module) -> bool:
 
 
 def known_splits(module: nn.Module) -> Mapping[str, Split]:
-    """The splits of a module's own fused weights, by local param name; empty for a class that is not known."""
-    names = [base.__name__ for base in type(module).__mro__]
+    """The splits of a module's own fused weights, by local param name; empty for a class that is not known. An error says
+    what a module of a known class lacks."""
+    names = [base.__name__ for base in type_before_parametrizations(module).__mro__]
     describe = next((_KNOWN[name] for name in names if name in _KNOWN), None)
     if describe is None:
         describe = next((found for end, found in _KNOWN_BY_ENDING.items() if names[0].endswith(end)), None)

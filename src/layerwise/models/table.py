@@ -75,6 +75,8 @@ _NORM_CLASS = re.compile(r"Norm(?!al|ed)")
 _LINEAR_CLASS = re.compile(r"Linear(\d+bit\w*)?$")
 """ColumnParallelLinear, Linear4bit; not KimiLinearModel."""
 _ROUTER_CLASS = re.compile(r"Router|TopK|Topk")
+_GATE = re.compile(r"[Gg]at(e|ing)\b|[Rr]outer")
+"""What is called a gate, and not a gated layer."""
 _FEW_CHANNELS = 4
 """Pixels have at most this many channels (red, green, blue, alpha): a convolution that reads so few reads the input."""
 _INPUT_CHANNELS = ("num_channels", "in_channels", "num_mel_bins", "in_chans")
@@ -101,10 +103,13 @@ def _kind_of(module: nn.Module) -> ModuleKind:
     known = next((kind for types, kind in _KINDS if isinstance(module, types)), None)
     if known is not None:
         return known
-    name = type(module).__name__
+    name = _type_name(module)
     if is_transposed_linear(module) or _LINEAR_CLASS.search(name):
         return ModuleKind.LINEAR
-    if _NORM_CLASS.search(name) and next(module.children(), None) is None:
+    inside = [
+        child for child in module.children() if not isinstance(child, nn.ModuleDict)
+    ]  # parametrizations are in one
+    if _NORM_CLASS.search(name) and not inside:
         return ModuleKind.NORM
     return ModuleKind.EMBEDDING if "Embed" in name else ModuleKind.OTHER
 
@@ -217,21 +222,41 @@ def vocabulary_shapes(*chunks: nn.Module) -> set[tuple[int, int]]:
     return {shape for chunk in chunks for shape in _vocabularies(dict(names.named_modules(chunk)))}
 
 
-def _all_splits(modules: Mapping[str, nn.Module]) -> dict[str, Split]:
-    """Splits of fused weights by fqn: what a module's own `matrix_splits()` says, else what is known of its class.
+class _Splits(NamedTuple):
+    """What is known of how params split, by fqn."""
 
-    Of what is known the outermost module's word counts: attention knows more about its projection than the projection.
-    """
-    found: dict[str, Split] = {}
+    declared: dict[str, Split]
+    """What a module's own `matrix_splits()` says."""
+    known: dict[str, Split]
+    """What is known of its class."""
+    misfits: dict[str, str]
+    """Why a module is not what is known of its class, for its params. No error yet: a user's rule may know better."""
+
+
+def _all_splits(modules: Mapping[str, nn.Module]) -> _Splits:
+    """Splits of fused weights. Of what is known the outermost module's word counts: attention knows more about its
+    projection than the projection."""
+    found = _Splits({}, {}, {})
     for prefix, child in modules.items():
-        known = {} if callable(getattr(child, "matrix_splits", None)) else known_splits(child)
+        known: Mapping[str, Split] = {}
+        if not callable(getattr(child, "matrix_splits", None)):
+            try:
+                known = known_splits(child)
+            except ValueError as error:
+                found.misfits.update(dict.fromkeys(_in_doubt(child, prefix), str(error)))
         if is_transposed_linear(child) and not _fused_name(prefix):
             known = {"weight": transposed(_weight_shape(child))}
         for local, split in known.items():
-            found.setdefault(_wrapped(child, prefix, local), split)
+            found.known.setdefault(_wrapped(child, prefix, local), split)
     for prefix, child in modules.items():
-        found.update(_declared_splits(child, prefix))
+        found.declared.update(_declared_splits(child, prefix))
     return found
+
+
+def _in_doubt(module: nn.Module, prefix: str) -> list[str]:
+    """The weights of a module, or of its children, that may be several in one: those called so, or else all."""
+    near = [name for name, param in names.named_parameters(module) if param.ndim > 1 and name.count(".") <= 1]
+    return [joined(prefix, name) for name in [name for name in near if _fused_name(name)] or near]
 
 
 def _wrapped(module: nn.Module, prefix: str, local: str) -> str:
@@ -416,7 +441,7 @@ def _expert_counts(module: nn.Module) -> set[int]:
 
 def _routers(modules: Mapping[str, nn.Module]) -> dict[int, int]:
     """For the weights of routers, by `id`, how many experts they choose among: what a class called so holds itself or
-    applies last, and linear layers next to the experts with one row for each."""
+    applies last, and linear layers with one row for each next to the experts, or within what is called a gate there."""
     found = {}
     for child in modules.values():
         if _ROUTER_CLASS.search(type(child).__name__):
@@ -424,9 +449,11 @@ def _routers(modules: Mapping[str, nn.Module]) -> dict[int, int]:
             held = [param for param in child.parameters(recurse=False) if param.ndim == 2]
             found.update({id(weight): weight.shape[0] for weight in (*held, *last) if weight is not None})
         counts = _expert_counts(child)
-        for _, sibling in names.named_children(child) if counts else ():
-            if _is_linear(sibling) and _weight_shape(sibling)[0] in counts:
-                found[id(_weight(sibling))] = _weight_shape(sibling)[0]
+        for name, sibling in names.named_children(child) if counts else ():
+            is_gate = _GATE.search(f"{name} {_type_name(sibling)}") is not None
+            for _, layer in names.named_modules(sibling) if is_gate else (("", sibling),):
+                if _is_linear(layer) and _weight_shape(layer)[0] in counts:
+                    found[id(_weight(layer))] = _weight_shape(layer)[0]
     return found
 
 
@@ -520,7 +547,11 @@ def _chunk_specs(
                 reads_input=id(param) in inputs,
                 conv_groups=holder.groups if isinstance(holder, _ConvNd) else 1,
                 looks_fused=_fused_name(place.fqn),
-                split=next((splits[name] for name in called if name in splits), None),
+                split=next(
+                    (known[name] for known in (splits.declared, splits.known) for name in called if name in known), None
+                ),
+                split_is_known=not any(name in splits.declared for name in called),
+                misfit=splits.misfits.get(place.fqn, ""),
                 domain=next((domains[name] for name in (fqn, *aliases) if name in domains), DENSE),
             ),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,15 @@ from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
-from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_arguments
+from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
 from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
 from layerwise.optim.whole import part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Steps a `DataParallel` model, a module that torch's `fully_shard` or `parallelize_module` has cut, a
-    `DistributedDataParallel` one, or a plain one.
+    """Steps a `DataParallel` model, a `DistributedDataParallel` one, a module that torch's `fully_shard` or
+    `parallelize_module` has cut, or a plain one in a single process.
 
     `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Gradients
     that somebody else has reduced are left as they are: call `zero_grad()`, as with any torch optimizer.
@@ -51,6 +51,8 @@ class Optimizer(torch.optim.Optimizer):
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
         strict: strict routing for a plain module, as in `DataParallel`.
+        example_inputs: inputs for a plain module, whose forward is followed on them, as in `DataParallel`.
+        routing: "table", "trace" or the path of a recorded routing, for a module that is not wrapped, as in `DataParallel`.
         process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes. Of a plain one
             with reduced gradients, the ranks that they are reduced over; None means all of them.
         gradients: "reduced" for a plain module on several ranks whose `.grad`s are the same on all of them by the time of
@@ -82,6 +84,8 @@ class Optimizer(torch.optim.Optimizer):
         other: Rule,
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
+        example_inputs: object = None,
+        routing: str | PathLike[str] = "table",
         process_group: ProcessGroup | None = None,
         gradients: Reduced | None = None,
         layout: str | None = None,
@@ -100,10 +104,12 @@ class Optimizer(torch.optim.Optimizer):
         asked = Asked(
             rules=rules,
             strict=strict,
-            process_group=process_group,
+            example_inputs=example_inputs,
+            routing=routing,
             gradients=gradients,
             layout=layout,
             check_replicas=check_replicas,
+            process_group=process_group,
         )
         self._engine = engine_of(model, asked)
         plan = self._engine.plan
@@ -113,7 +119,7 @@ class Optimizer(torch.optim.Optimizer):
         self._whole: dict[str, dict[str, Tensor]] | None = None
 
         def plan_arguments() -> StepPlan:
-            self._refuse(asked)
+            refuse_unfit(self._engine, asked)
             return StepPlan(
                 groups=plan_groups(plan, matrix=matrix, other=other),
                 norm_group_of=assign_norm_groups(
@@ -154,18 +160,6 @@ class Optimizer(torch.optim.Optimizer):
                 tensors = {STEP: self._steps, **{name: like(param, tensor) for name, tensor in tensors.items()}}
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self._engine.attach(self)
-
-    def _refuse(self, asked: Asked) -> None:
-        """Raise for what a wrapped model does not take."""
-        refuse_arguments(self._engine, asked)
-        self._engine.check_bound()
-        if self._engine.optimizer is not None:
-            gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
-        if self._engine.optimizer is not None:
-            raise StateError(
-                "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it, or "
-                "drop it (and schedulers that hold it) first."
-            )
 
     @property
     def _is_wrapped(self) -> bool:

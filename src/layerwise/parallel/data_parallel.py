@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamSync, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
+from layerwise.models.forward.evidence import evidence_for
 from layerwise.models.names import named_buffers, named_parameters, unwrapped
 from layerwise.models.table import plain_dtype
 from layerwise.models.tracing import never_traced
@@ -62,6 +64,10 @@ class DataParallel(nn.Module):
             every buffer; `plan.describe()` says what and why. "padded:reference" packs as Megatron-LM does.
         rules: routing rules that come before the defaults; see `RouteRule`.
         strict: refuse a param of two or more dims that only a fallback rule explains.
+        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments for the module: its forward is followed
+            on them without values, and a param that is not what routing says is refused with both readings.
+        routing: "table" goes by types and names, "trace" by the forward on `example_inputs`, and a path by the routing that
+            was recorded there; rules come before each of them.
         mesh: a DeviceMesh over all ranks with dims out of "pp", "dp" and "ep": dense params are copied over dp and ep,
             expert params (which modules name in `param_domains()`) over dp, and pp counts pipeline stages. None means
             that all ranks are data parallel.
@@ -99,6 +105,8 @@ class DataParallel(nn.Module):
         layout: str = "auto",
         rules: Sequence[RouteRule] | None = None,
         strict: bool = False,
+        example_inputs: object = None,
+        routing: str | PathLike[str] = "table",
         mesh: Mesh | None = None,
         process_group: ProcessGroup | None = None,
         ties: Mapping[str, str] | None = None,
@@ -133,6 +141,7 @@ class DataParallel(nn.Module):
                 layout=layout,
                 rules=rules,
                 strict=strict,
+                evidence=evidence_for(chunks, example_inputs, routing),
                 grad_dtype=dtype,
                 bucket_numel=bucket_numel_of(bucket_mib, dtype),
                 reducer=reducer,

@@ -5,11 +5,12 @@ Each rule says yes with a reason or says nothing; the first that speaks decides.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from layerwise.routing.spec import ModuleKind, ParamSpec
+from layerwise.routing.spec import EXPERT, ModuleKind, ParamSpec
 
 Family = Literal["matrix", "other", "frozen"]
 
@@ -19,6 +20,7 @@ _ROUTER_NAMES = frozenset({"router", "router_proj", "gate_network"})
 _LORA_STARTS = ("lora_a", "lora_b", "lora_embedding_a", "lora_embedding_b")
 _STATE_SPACE_NAMES = frozenset({"A_log", "dt_bias"})
 _STATE_SPACE_CLASSES = ("Mamba", "SSM", "StateSpace")
+_EXPERT_CLASS = re.compile(r"Expert|M[Oo]E(Block|Layer)?$|Moe(Block|Layer)?$")
 _ADAPTER_STEPS = frozenset({"base_layer", "modules_to_save"})
 """Path steps that adapter libraries put between a module's name and its weight."""
 
@@ -46,7 +48,7 @@ def _holder(param: ParamSpec) -> str:
     return next((step for step in reversed(path) if step not in _ADAPTER_STEPS), "")
 
 
-def _lora(param: ParamSpec) -> str | None:
+def low_rank(param: ParamSpec) -> str | None:
     step = next((step for step in param.fqn.split(".") if step.lower().startswith(_LORA_STARTS)), None)
     if step is None:
         return None
@@ -73,7 +75,10 @@ def _state_space(param: ParamSpec) -> str | None:
 
 def _bias(param: ParamSpec) -> str | None:
     leaf = _leaf(param)
-    return "is a bias: added, not multiplied" if leaf.split("_")[-1] in ("bias", "biases") else None
+    if leaf == "bias":
+        return "is a bias: added, not multiplied"
+    words = re.split(r"[_\d]+", leaf)  # bias_k, up_bias, bias_ih_l0
+    return f"is a bias, going by its name {leaf!r}" if "bias" in words or "biases" in words else None
 
 
 def _too_small(param: ParamSpec) -> str | None:
@@ -88,7 +93,7 @@ def _embedding(param: ParamSpec) -> str | None:
     if param.module_kind is not ModuleKind.EMBEDDING and ModuleKind.EMBEDDING not in param.alias_kinds:
         return None
     if _leaf(param) != "weight" and not param.aliases:
-        return f"is a learned table of {param.module_type}: added to the inputs or set beside them, not multiplied"
+        return f"is held by {param.module_type}, a class of embeddings: a table of inputs, going by that name"
     tied = f", tied to {_first_tie(param)!r}" if param.aliases else ""
     return f"is an embedding table ({param.module_type}{tied}): its rows are looked up, not multiplied"
 
@@ -169,12 +174,19 @@ def _table_by_name(param: ParamSpec) -> str | None:
 
 
 def _stack(param: ParamSpec) -> str | None:
-    return f"is a stack of {param.shape[0]} matrices (experts)" if len(param.shape) == 3 else None
+    """Three dims alone say nothing: a grouped convolution or a table per head has them too."""
+    if len(param.shape) != 3 or not (param.domain == EXPERT or _EXPERT_CLASS.search(param.module_type)):
+        return None
+    return f"is a stack of {param.shape[0]} matrices, one for each expert of {param.module_type or 'a module'}"
 
 
 def _declared(param: ParamSpec) -> str | None:
+    if param.split is None:
+        return None
     holder = param.module_type or "a module"
-    return f"is a weight of {holder}, which says how it splits" if param.split is not None else None
+    return (
+        f"is a weight of {holder}, {'whose splits are known' if param.split_is_known else 'which says how it splits'}"
+    )
 
 
 def _bare_matrix(param: ParamSpec) -> str | None:
@@ -192,7 +204,7 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
     DefaultRule("biases", "other", _bias),
     DefaultRule("embeddings", "other", _embedding),
     DefaultRule("scalars and vectors", "other", _too_small),
-    DefaultRule("low-rank pairs", "other", _lora),
+    DefaultRule("low-rank pairs", "other", low_rank),
     DefaultRule("routers", "other", _router),
     DefaultRule("output heads", "other", _head),
     DefaultRule("one-sided layers", "other", _one_sided),

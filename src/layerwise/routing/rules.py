@@ -11,7 +11,8 @@ from typing import Literal
 from layerwise.config.rules import plain_option
 from layerwise.errors import did_you_mean, listed
 from layerwise.routing.defaults import DEFAULT_RULES, Family
-from layerwise.routing.matrices import Matrix, matrices_of
+from layerwise.routing.matrices import Matrix, default_split, matrices_of
+from layerwise.routing.refusals import RefusedError, fold_refusals
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import Split, row_blocks, stack, whole
 
@@ -101,10 +102,12 @@ class Route:
     """Number of the user's rule that decided, from 1 on; 0 for the defaults."""
     is_fallback: bool = False
     """Only a last-resort rule took it."""
+    split: Split | None = None
+    """How its matrices lie in it."""
 
 
-def _frozen(param: ParamSpec) -> str | None:
-    return None if param.trainable else "does not require a gradient"
+Decider = Callable[[ParamSpec], Route | None]
+"""Says where a param goes, or None to leave it to the defaults."""
 
 
 def _user_route(rule: RouteRule, number: int, param: ParamSpec) -> Route:
@@ -120,6 +123,7 @@ def _user_route(rule: RouteRule, number: int, param: ParamSpec) -> Route:
             matrices=matrices_of(param, split),
             options=options,
             rule=number,
+            split=split or default_split(param),
         )
     except ValueError as error:
         raise ValueError(f"route rule {number} ({rule.label}) for param {param.fqn!r}: {error}") from None
@@ -132,27 +136,19 @@ def _with_split(reason: str, split: Split | None) -> str:
     return f"{reason}, {words}" if split.is_whole else f"{reason}, in {words}"
 
 
-def _default_route(param: ParamSpec) -> Route:
+def _default_route(param: ParamSpec) -> Route | None:
+    """Where the defaults send a param; None where nobody says how it splits, and guessing would be worse."""
     rule, reason = next((rule, reason) for rule in DEFAULT_RULES if (reason := rule.applies(param)) is not None)
     if rule.family != "matrix":
         return Route(family=rule.family, reason=reason, is_fallback=rule.is_fallback)
-    if param.split is None and param.looks_fused:
-        raise ValueError(_ambiguous(param))
+    if param.split is None and (param.misfit or param.looks_fused):
+        return None
     return Route(
         family="matrix",
         reason=_with_split(reason, param.split),
         matrices=matrices_of(param, param.split),
         is_fallback=rule.is_fallback,
-    )
-
-
-def _ambiguous(param: ParamSpec) -> str:
-    holder = param.module_type or "its module"
-    return (
-        f"param {param.fqn!r} of shape {param.shape} looks fused ({param.looks_fused!r}), and more than one reading fits: blocks of "
-        f"rows one after the other, the same taking turns head by head, or one matrix. Say which: give {holder} (or the module around "
-        f"it) a method matrix_splits(), or pass RouteRule(pattern={param.fqn!r}, to='matrix', row_blocks=(...)), split=Split(...) or "
-        "split='whole'."
+        split=param.split or default_split(param),
     )
 
 
@@ -165,30 +161,60 @@ def _checked(rules: object) -> tuple[RouteRule, ...]:
 
 
 def route_params(
-    table: ParamTable, rules: Sequence[RouteRule] | None = None, *, strict: bool = False
+    table: ParamTable,
+    rules: Sequence[RouteRule] | None = None,
+    *,
+    strict: bool = False,
+    decide: Decider | None = None,
 ) -> dict[str, Route]:
-    """A route for every param. A user's rule that matches nothing is an error: it was meant for something. With
-    `strict`, so is a param of two or more dims that only a fallback took."""
+    """A route for every param: the user's rules first, then `decide`, then the defaults. A user's rule that matches nothing
+    is an error: it was meant for something. With `strict`, so is a param of two or more dims that only a fallback took."""
     rules = _checked(rules)
     unmatched = dict(enumerate(rules, start=1))
     routes: dict[str, Route] = {}
+    refused = []
     for param in table:
-        frozen = _frozen(param)
-        hit = next(((number, rule) for number, rule in enumerate(rules, start=1) if rule.matches(param)), None)
+        hit = _hit(param, rules)
         if hit is not None:
             unmatched.pop(hit[0], None)
-        if frozen is not None:
-            routes[param.fqn] = Route(family="frozen", reason=frozen)
+        route = _route(param, hit, decide)
+        if route is None:
+            refused.append(param)
         else:
-            routes[param.fqn] = _user_route(hit[1], hit[0], param) if hit is not None else _default_route(param)
+            routes[param.fqn] = route
     if unmatched:
         raise ValueError(_never_matched(unmatched, rules, table))
+    if refused:
+        raise RefusedError(fold_refusals(refused))
     if strict:
-        _refuse_fallbacks(table, routes)
+        refuse_fallbacks(table, routes)
     return routes
 
 
-def _refuse_fallbacks(table: ParamTable, routes: Mapping[str, Route]) -> None:
+def route_param(param: ParamSpec, rules: Sequence[RouteRule] | None = None) -> Route:
+    """The route of one param, whatever becomes of the others of its model."""
+    route = _route(param, _hit(param, _checked(rules)))
+    if route is None:
+        raise RefusedError(fold_refusals([param]))
+    return route
+
+
+def _hit(param: ParamSpec, rules: Sequence[RouteRule]) -> tuple[int, RouteRule] | None:
+    """The first rule of the user that matches, and its number."""
+    return next(((number, rule) for number, rule in enumerate(rules, start=1) if rule.matches(param)), None)
+
+
+def _route(param: ParamSpec, hit: tuple[int, RouteRule] | None, decide: Decider | None = None) -> Route | None:
+    if not param.trainable:
+        return Route(family="frozen", reason="does not require a gradient")
+    if hit is not None:
+        return _user_route(hit[1], hit[0], param)
+    decided = decide(param) if decide is not None else None
+    return decided if decided is not None else _default_route(param)
+
+
+def refuse_fallbacks(table: Iterable[ParamSpec], routes: Mapping[str, Route]) -> None:
+    """Raise for params of two or more dims that only a fallback took."""
     caught = [param for param in table if len(param.shape) >= 2 and routes[param.fqn].is_fallback]
     if caught:
         first = caught[0]

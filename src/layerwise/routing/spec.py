@@ -59,7 +59,11 @@ class ParamSpec:
     """A convolution over the channels of the model's input."""
     conv_groups: int = 1
     split: Split | None = None
-    """How it breaks into matrices, where its module says so (fused QKV, gate and up)."""
+    """How it breaks into matrices, where its module says so (fused QKV, gate and up) or its class is known."""
+    split_is_known: bool = False
+    """The split is what is known of the class, not the module's own word."""
+    misfit: str = ""
+    """Why the module is not what is known of its class, which says how its weights split."""
     looks_fused: str = ""
     """The name by which a weight seems to be several in one, where nobody says how it splits."""
     domain: str = DENSE

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layerwise.models.known import known_splits
+from layerwise.models.known import is_transposed_linear, known_splits
 from layerwise.models.table import param_table
-from layerwise.routing.rules import Route, route_params
+from layerwise.routing.rules import Route, RouteRule, route_params
 from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed
 
 
@@ -52,8 +52,12 @@ def test_torch_attention_is_not_left_to_a_fallback() -> None:
     assert len(route_params(table, strict=True)["in_proj_weight"].matrices) == 3
 
 
-def test_torch_attention_of_unequal_widths_has_nothing_to_split() -> None:
-    assert known_splits(nn.MultiheadAttention(6, 2, kdim=4, vdim=5)) == {}
+def test_torch_attention_of_unequal_widths_has_three_weights_and_its_biases_are_none() -> None:
+    attention = nn.MultiheadAttention(6, 2, kdim=4, vdim=5, add_bias_kv=True)
+    found = route_params(param_table(attention), strict=True)
+    assert {fqn for fqn, route in found.items() if route.family == "matrix"} == {
+        "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight",
+    }  # fmt: skip
 
 
 def test_a_class_that_nobody_knows_has_no_splits() -> None:
@@ -112,7 +116,61 @@ def test_a_class_of_a_known_name_that_does_not_fit_is_refused_in_words() -> None
         "its config has 'intermediate_size'. Give it a method matrix_splits() that says how they split."
     )
     with pytest.raises(ValueError, match=re.escape(expected)):
-        param_table(mixer)
+        routes(mixer)
+
+
+def test_the_rules_of_the_user_come_before_what_does_not_fit() -> None:
+    mixer = class_named("Mamba2Mixer", in_proj=nn.Linear(4, 9))
+    found = route_params(param_table(mixer), [RouteRule(pattern="in_proj.weight", to="matrix", row_blocks=(4, 5))])
+    assert [matrix.rows for matrix in found["in_proj.weight"].matrices] == [4, 5]
+
+
+def test_latent_attention_without_a_rotary_part_has_one_block_less() -> None:
+    attention = class_named("SomeAttention", kv_a_proj_with_mqa=nn.Linear(8, 6), kv_b_proj=nn.Linear(6, 18))
+    attention.kv_lora_rank, attention.qk_rope_head_dim, attention.qk_nope_head_dim, attention.v_head_dim = 6, 0, 4, 5
+    found = known_splits(attention)
+    assert found["kv_a_proj_with_mqa.weight"] == row_blocks((6, 8), (6,))
+    assert found["kv_b_proj.weight"] == interleaved_rows((18, 6), 2, (4, 5))
+
+
+@pytest.mark.parametrize(
+    ("layer", "gates"),
+    [(nn.LSTM(5, 4, num_layers=2, proj_size=3, bidirectional=True), 4), (nn.GRU(5, 4), 3), (nn.LSTMCell(5, 4), 4)],
+)
+def test_the_gates_of_recurrent_layers_are_matrices_of_their_own(layer: nn.Module, gates: int) -> None:
+    found = route_params(param_table(layer), strict=True)
+    for fqn, route in found.items():
+        if fqn.startswith(("weight_ih", "weight_hh")):
+            assert [matrix.rows for matrix in route.matrices] == [4] * gates
+        elif fqn.startswith("weight_hr"):
+            assert len(route.matrices) == 1
+        else:
+            assert route.family == "other"
+
+
+def test_a_gate_that_holds_its_layer_is_a_router_beside_experts() -> None:
+    gate = class_named("SomeGate", wg=nn.Linear(6, 4, bias=False))
+    experts = class_named("SomeGroupedExperts")
+    experts.down = nn.Parameter(torch.empty(4, 6, 5))
+    found = routes(class_named("Mlp", gate=gate, experts=experts))
+    assert found["gate.wg.weight"].reason.startswith("is a router that chooses among 4 experts")
+
+
+def test_a_parametrized_module_is_known_as_what_it_was() -> None:
+    layer = torch.nn.utils.parametrizations.spectral_norm(Conv1D(12, 4))
+    assert is_transposed_linear(layer)
+    found = routes(nn.ModuleDict({"c_fc": layer}))["c_fc.parametrizations.weight.original"]
+    assert found.reason == "is the weight of a Conv1D, stored transposed"
+
+
+def test_experts_one_below_the_other_are_matrices_apart() -> None:
+    experts = class_named("DbrxExpertGLU")
+    experts.moe_num_experts = 3
+    for name in ("w1", "v1", "w2"):
+        setattr(experts, name, nn.Parameter(torch.empty(12, 5)))
+    found = routes(experts)
+    assert [matrix.logical_shape for matrix in found["w1"].matrices] == [(4, 5)] * 3
+    assert [matrix.logical_shape for matrix in found["w2"].matrices] == [(5, 4)] * 3
 
 
 def neox_attention(bias: bool = False) -> nn.Module:

@@ -3,7 +3,8 @@ import re
 import pytest
 
 from layerwise.routing.defaults import DEFAULT_RULES
-from layerwise.routing.rules import RouteRule, explain, route_params, summarise, suspicion
+from layerwise.routing.refusals import RefusedError
+from layerwise.routing.rules import RouteRule, explain, route_param, route_params, summarise, suspicion
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
 from layerwise.routing.split import Split, row_blocks
 
@@ -50,7 +51,9 @@ EXAMPLES = [
         "is the 'D' of a state-space layer: each entry is a rate or a gain of its own",
     ),
     ("biases", spec("fc.bias", (8,), LINEAR, "Linear"), "other", "is a bias: added, not multiplied"),
-    ("biases", spec("experts.up_bias", (3, 8), OTHER, "Experts"), "other", "is a bias: added, not multiplied"),
+    ("biases", spec("experts.up_bias", (3, 8), OTHER, "Experts"), "other", "is a bias, going by its name 'up_bias'"),
+    ("biases", spec("attn.bias_k", (1, 1, 8), OTHER, "Attn"), "other", "is a bias, going by its name 'bias_k'"),
+    ("biases", spec("rnn.bias_ih_l0", (4, 8), OTHER, "Rnn"), "other", "is a bias, going by its name 'bias_ih_l0'"),
     (
         "embeddings",
         spec("wte.weight", (9, 4), EMBEDDING, "Embedding"),
@@ -73,7 +76,7 @@ EXAMPLES = [
         "embeddings",
         spec("vit.embeddings.position", (1, 16, 4), EMBEDDING, "ViTEmbeddings"),
         "other",
-        "is a learned table of ViTEmbeddings: added to the inputs or set beside them, not multiplied",
+        "is held by ViTEmbeddings, a class of embeddings: a table of inputs, going by that name",
     ),
     ("scalars and vectors", spec("scale", ()), "other", "is a scalar"),
     ("scalars and vectors", spec("scale", (8,)), "other", "is a vector (a scale or a gate), not a matrix"),
@@ -177,7 +180,25 @@ EXAMPLES = [
         "other",
         "has a leading dim of 1, so it is added across the batch (a table of positions or tokens), not multiplied",
     ),
-    ("stacks", spec("experts.w1", (3, 8, 4), OTHER, "GroupedExperts"), "matrix", "is a stack of 3 matrices (experts)"),
+    (
+        "stacks",
+        spec("experts.w1", (3, 8, 4), OTHER, "GroupedExperts"),
+        "matrix",
+        "is a stack of 3 matrices, one for each expert of GroupedExperts",
+    ),
+    (
+        "stacks",
+        spec("ffn.w1", (3, 8, 4), OTHER, "Ffn", domain="expert"),
+        "matrix",
+        "is a stack of 3 matrices, one for each expert of Ffn",
+    ),
+    ("everything else", spec("kernel", (8, 4, 3), OTHER, "Odd"), "other", "has 3 dims, which no matrix rule covers"),
+    (
+        "declared splits",
+        spec("m.in_proj", (8, 4), OTHER, "Mixer", split=row_blocks((8, 4), (4, 4)), split_is_known=True),
+        "matrix",
+        "is a weight of Mixer, whose splits are known, in row blocks of 4, 4",
+    ),
     (
         "tables by name",
         spec("vit.pos_embed", (16, 4)),
@@ -221,6 +242,13 @@ def test_a_frozen_param_has_no_rule_whatever_it_is() -> None:
 
 
 TABLE = table_of([("blocks.0.fc.weight", (8, 4)), ("blocks.0.router.weight", (4, 4)), ("blocks.1.fc.weight", (8, 4))])
+
+
+def test_a_param_of_three_dims_that_nobody_calls_experts_is_left_to_a_fallback() -> None:
+    table = ParamTable((spec("conv.kernel", (768, 48, 128), OTHER, "PositionalConv"),))
+    assert route_params(table)["conv.kernel"].is_fallback
+    with pytest.raises(ValueError, match=re.escape("strict routing: 1 param with two or more dims went by a fallback")):
+        route_params(table, strict=True)
 
 
 def test_the_first_user_rule_that_matches_wins() -> None:
@@ -412,3 +440,27 @@ def test_the_summary_counts_families_and_names_two_dimensional_params_left_aside
         "matrix 1 param, 32 elements; other 2 params, 44 elements; frozen 1 param, 4 elements; "
         "not orthogonalised though 2-D: 'wte.weight'"
     )
+
+
+FUSED = [spec(f"layers.{n}.attn.qkv.weight", (12, 4), LINEAR, "Linear", looks_fused="qkv") for n in range(3)]
+ODD = spec("layers.0.mlp.gate_up.weight", (8, 4), LINEAR, "Linear", looks_fused="gate_up")
+
+
+def test_all_refused_params_are_named_at_once_with_patterns_that_cover_them() -> None:
+    table = ParamTable((*FUSED, ODD, spec("norm.weight", (4,), NORM, "LayerNorm")))
+    with pytest.raises(RefusedError) as caught:
+        route_params(table)
+    assert [refusal.pattern for refusal in caught.value.refusals] == ["layers.*.attn.qkv.weight", ODD.fqn]
+    assert str(caught.value).startswith(
+        "4 params are refused:\n  3 params 'layers.*.attn.qkv.weight' of shape (12, 4): each looks fused"
+    )
+    rules = [RouteRule(pattern=refusal.pattern, to="matrix", split="whole") for refusal in caught.value.refusals]
+    assert all(route.family == "matrix" for fqn, route in route_params(table, rules).items() if fqn != "norm.weight")
+
+
+def test_an_innocent_param_of_a_refused_model_has_a_route() -> None:
+    assert route_param(spec("norm.weight", (4,), NORM, "LayerNorm")).family == "other"
+    with pytest.raises(
+        RefusedError, match=re.escape("param 'layers.0.mlp.gate_up.weight' of shape (8, 4) looks fused")
+    ):
+        route_param(ODD)

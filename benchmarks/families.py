@@ -1,0 +1,185 @@
+"""Every model type that transformers can build from its config: what following its forward shows, against what routing says.
+
+    python -m benchmarks.families [TYPE ...]      writes benchmarks/results/families.json, one type after the other
+
+Types are built on the meta device from their default configs, with fewer layers where the config lets them be few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from torch import nn
+
+from layerwise.cli.meta import shapes_only
+from layerwise.cli.models import hf_class
+from layerwise.models.forward.inputs import configs_of
+from layerwise.models.forward.parts import trace_model
+from layerwise.models.table import param_table
+from layerwise.routing.compare import compare
+from layerwise.routing.readings import Role
+from layerwise.routing.refusals import RefusedError, starred
+from layerwise.routing.rules import route_params
+
+RESULT = Path(__file__).parent / "results" / "families.json"
+_LIMIT_S = 45
+_FEW = 4
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "depth",
+    "num_decoder_layers",
+)
+
+
+def model_types() -> list[str]:
+    """Types that a model class of transformers belongs to."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted(modeling_auto.MODEL_MAPPING_NAMES.keys() | modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
+
+
+def build(model_type: str) -> nn.Module:
+    """A model of that type from its default config; with few layers if that can be built."""
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    for few in (True, False):
+        try:
+            config = config_class()
+            if few:
+                _shorten(config)
+            _plain(config)
+            with shapes_only():
+                model: nn.Module = hf_class(model_type, transformers, config)(config)
+            return model
+        except Exception:
+            if not few:
+                raise
+    raise AssertionError
+
+
+def _shorten(config: Any) -> None:
+    for part in configs_of(_Holder(config)):
+        for name in _LAYERS:
+            count = getattr(part, name, None)
+            if isinstance(count, int) and count > _FEW:
+                setattr(part, name, _FEW)
+                for key, value in list(vars(part).items()):
+                    if isinstance(value, list) and len(value) == count:
+                        setattr(part, key, value[:_FEW])
+
+
+class _Holder(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def _plain(config: Any) -> None:
+    """Eager attention and experts, no caches."""
+    for part in configs_of(_Holder(config)):
+        part._attn_implementation = "eager"
+        part._experts_implementation = "eager"
+        part.use_cache = False
+
+
+def look_at(model_type: str) -> dict[str, Any]:
+    """What can be said of a type."""
+    started = time.perf_counter()
+    try:
+        model = build(model_type)
+    except Exception as error:
+        return {"built": False, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"}
+    found: dict[str, Any] = {
+        "built": True,
+        "class": type(model).__name__,
+        "build_s": round(time.perf_counter() - started, 2),
+    }
+    table = param_table(model)
+    refused: set[str] = set()
+    try:
+        routes = route_params(table)
+    except RefusedError as error:
+        refused = {param.fqn for refusal in error.refusals for param in refusal.params}
+        routes = route_params(type(table)(tuple(param for param in table if param.fqn not in refused)))
+    started = time.perf_counter()
+    traced = trace_model(model)
+    found["trace_s"] = round(time.perf_counter() - started, 2)
+    found["problem"] = traced.problem
+    wide = [param for param in table if len(param.shape) >= 2 and param.trainable]
+    unseen = {
+        param.fqn: traced.readings[param.fqn].why for param in wide if traced.readings[param.fqn].role is Role.UNSEEN
+    }
+    differ = compare([param for param in wide if param.fqn not in refused], routes, traced.readings)
+    found["params"] = len(wide)
+    found["right"] = len(wide) - len(unseen.keys() | refused) - len(differ)
+    found["refused"] = sorted({starred(fqn) for fqn in refused})
+    found["refused_but_seen"] = sorted(
+        {f"{starred(fqn)}: {traced.readings[fqn].why}" for fqn in refused if fqn not in unseen}
+    )
+    found["disagree"] = sorted({f"{starred(item.param.fqn)} {item.param.shape}: {item.sentence}" for item in differ})
+    found["unseen"] = sorted({f"{starred(fqn)}: {why}" for fqn, why in unseen.items()})
+    return found
+
+
+@contextlib.contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    arguments = sys.argv[1:]
+    path = Path(arguments.pop(0).removeprefix("--to=")) if arguments and arguments[0].startswith("--to=") else RESULT
+    results: dict[str, Any] = json.loads(path.read_text())["types"] if path.exists() else {}
+    for model_type in arguments or model_types():
+        try:
+            with _limited(_LIMIT_S), contextlib.redirect_stdout(io.StringIO()):
+                found = look_at(model_type)
+        except Exception as error:
+            found = {"built": True, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        results[model_type] = found
+        summary = {key: value if isinstance(value, int | float | str) else len(value) for key, value in found.items()}
+        print(model_type, summary, flush=True)
+        document = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "types": dict(sorted(results.items())),
+        }
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

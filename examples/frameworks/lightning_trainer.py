@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from task import Sequences, arguments, build, rules
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import layerwise
 
@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     """The loss of every step, over all ranks."""
     args = arguments(argv, __doc__)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    data = Sequences()
+    file = Path(args.out) / "lightning.ckpt"
+    # Lightning begins an epoch anew: what was seen of it is left out by hand.
+    steps = torch.load(file, weights_only=False)["global_step"] if args.resume else 0
+    data = Subset(Sequences(), range(steps * args.accumulation * args.batch_size * world, len(Sequences())))
     sampler = DistributedSampler(data, world, int(os.environ.get("RANK", "0")), shuffle=False)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -57,13 +60,12 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    file = Path(args.out) / "lightning.ckpt"
     module = Module()
     loader = DataLoader(data, args.batch_size, sampler=sampler)
     trainer.fit(module, loader, ckpt_path=str(file) if args.resume else None)
     trainer.save_checkpoint(file)
-    steps = torch.stack(module.losses).view(-1, args.accumulation).mean(dim=1)
-    means: list[float] = trainer.strategy.reduce(steps, reduce_op="mean").tolist()
+    losses = torch.stack(module.losses).view(-1, args.accumulation).mean(dim=1)
+    means: list[float] = trainer.strategy.reduce(losses, reduce_op="mean").tolist()
     return means
 
 

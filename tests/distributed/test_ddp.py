@@ -249,7 +249,7 @@ def clipped_by_torch(rank: int, world: int) -> tuple[float, float, list[Tensor],
     alone = net()
     for param, grad in zip(alone.parameters(), kept, strict=True):
         param.grad = grad
-    with mock.patch("layerwise.optim.optimizer.default_world", return_value=1):
+    with mock.patch("layerwise.optim.engines.default_world", return_value=1):
         layerwise.Optimizer(alone, **RULES).step()
     return float(norm), optimizer.stats.grad_norm, whole(ddp), whole(alone), is_kept
 
@@ -409,7 +409,7 @@ def test_each_misuse_is_refused_by_name_on_every_rank() -> None:
         assert "gradients must be 'reduced' or left out, got 'summed'" in found["gradients"]
         assert "which reduces gradients itself" in found["wrapped"]
         assert (
-            "'layout' was passed to the Optimizer of a model whose gradients nobody else reduces"
+            "layout was passed to the Optimizer of a model whose gradients nobody else reduces"
             in found["wrapped, layout"]
         )
         for name in ("twice", "inside", "DataParallel"):
@@ -419,7 +419,7 @@ def test_each_misuse_is_refused_by_name_on_every_rank() -> None:
 
 
 def test_a_plain_module_in_one_process_takes_no_layout() -> None:
-    with pytest.raises(ValueError, match="'layout' was passed to the Optimizer of a model whose gradients nobody else"):
+    with pytest.raises(ValueError, match="layout was passed to the Optimizer of a model whose gradients nobody else"):
         layerwise.Optimizer(net(), **RULES, layout="flat")
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.tables import ROOT
+from tests.marks import sampled
 from tests.ranks import run_ranks
 
 FOLDER = ROOT / "examples" / "frameworks"
@@ -27,8 +28,8 @@ LIBRARIES = {
     "lightning_fabric": ("lightning",),
 }
 TOLERANCE = 2e-3
-"""Gradients of the same sequences, dealt to ranks in another order: fp32 sums round differently, and Newton-Schulz in bf16 makes more of it. Losses fall
-from 4.2 to below 3 meanwhile."""
+"""Gradients of the same sequences, dealt to ranks in another order: fp32 sums round differently, and Newton-Schulz in bf16 makes more of it. Losses fall by
+a fifth meanwhile."""
 
 
 def free_port() -> str:
@@ -66,7 +67,7 @@ def plain() -> list[float]:
         return losses_of("ddp", STEPS, Path(folder))
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(params=sampled(LIBRARIES, "ddp", "huggingface"))
 def script(request: pytest.FixtureRequest) -> str:
     for library in LIBRARIES[request.param]:
         if importlib.util.find_spec(library) is None:

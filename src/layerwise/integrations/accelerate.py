@@ -6,7 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from layerwise.errors import StateError
 from layerwise.optim.optimizer import Optimizer
+
+_OTHERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+"""What accelerate calls frameworks that shard a model in their own way."""
 
 
 def prepare(accelerator: Any, module: nn.Module, *others: Any, **options: Any) -> tuple[Any, ...]:
@@ -21,9 +25,18 @@ def prepare(accelerator: Any, module: nn.Module, *others: Any, **options: Any) -
         others: loaders and the like, for `accelerator.prepare()`. A scheduler needs the optimizer: prepare it afterwards.
         options: arguments of `layerwise.Optimizer`, its rules at least.
     """
+    kind = accelerator.distributed_type.value
+    if kind in _OTHERS:
+        raise StateError(
+            f"the Accelerator was asked for {kind}, which gives params other memory after the optimizer was made: expected plain data "
+            "parallelism. For FSDP2 call fully_shard() yourself and then layerwise.Optimizer(model)."
+        )
     model = accelerator.prepare_model(module)
     own = Optimizer(model, **options)
-    optimizer, *rest = accelerator.prepare(own, *others) if others else [accelerator.prepare(own)]
+    # Its state is where it has to be: it need not be taken out and loaded again.
+    optimizer = accelerator.prepare_optimizer(own, device_placement=False)
+    prepared = accelerator.prepare(*others) if others else ()
+    rest = prepared if isinstance(prepared, tuple) else (prepared,)
 
     def put_together(models: object, weights: object, output_dir: object) -> None:
         own.consolidate_state_dict()

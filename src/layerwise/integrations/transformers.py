@@ -19,7 +19,10 @@ class _Factory:
     """What `Trainer` calls an optimizer factory: made without arguments, then called with the model."""
 
     def __call__(self, model: nn.Module, **options: Any) -> Optimizer:
-        return Optimizer(model, gradients="reduced", **options)
+        optimizer = Optimizer(model, gradients="reduced", **options)
+        # The trainer takes state out and loads it again before it trains, and when it saves it has the whole.
+        optimizer.has_said_part = True
+        return optimizer
 
 
 class TrainerMixin:

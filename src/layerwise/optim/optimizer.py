@@ -113,7 +113,9 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._engine = engine_of(model, asked)
         plan = self._engine.plan
-        self._is_sealed = self._has_said_part = False
+        self._is_sealed = False
+        self.has_said_part = False
+        """Whether the user knows that `state_dict()` is a part of the whole: said once."""
         self._whole: dict[str, dict[str, Tensor]] | None = None
 
         def plan_arguments() -> StepPlan:
@@ -256,12 +258,13 @@ class Optimizer(torch.optim.Optimizer):
         weights as they are: what the user wrote into them counts."""
         self._engine.check_bound()
         self._stepper.refuse_half_way()
-        if not self._has_said_part and self._engine.plan.is_split and self._whole is None:
-            self._has_said_part = True
+        if not self.has_said_part and self._engine.plan.is_split and self._whole is None:
+            self.has_said_part = True
             groups = self._engine.groups
             warn(
                 f"state_dict() of the optimizer has the part of it that rank {groups.rank} of {groups.world} owns, not the whole: "
-                "save it on every rank, in a file of its own, and load that on the same rank.",
+                "save it on every rank, in a file of its own, and load that on the same rank. Or call consolidate_state_dict() on "
+                "every rank before, and save it on rank 0 alone.",
             )
         self._stepper.pull_changed()
         extra = self._extra_state()

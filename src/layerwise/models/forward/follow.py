@@ -57,6 +57,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []
         self._real: dict[int, Tensor] = {}
         """Values of meta tensors that had some, by storage."""
+        self._places: dict[int, list[int]] = {}
+        """Sources of which these storages say where the largest was: who reads that lets them compete."""
         for tensor in inputs:
             if tensor.dtype.is_floating_point:
                 self.mark_live(tensor)
@@ -123,6 +125,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, call: _Call) -> None:
         held = {storage_of(tensor) for tensor in call.ins}
+        for source in (source for key in held if key in self._places for source in self._places[key]):
+            self.features.sources[source].is_router = True
         is_view = not call.name.endswith("_") and all(storage_of(out) in held for out in call.outs)
         if is_view:
             return
@@ -437,6 +441,9 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             axes = tuple(range(labels.dim())) if dims is None else tuple(dim % labels.dim() for dim in dims)
             if not constant_along(labels, axes):
                 self._end({source: labels}, 0)
+                if call.name in ("max", "min") and len(call.outs) == 2:
+                    self._places.setdefault(storage_of(call.outs[1]), []).append(source)
+                    self._kept.append(call.outs[1])
                 continue
             for axis in axes:
                 labels = labels.narrow(axis, 0, 1)

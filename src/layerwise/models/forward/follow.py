@@ -41,7 +41,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.weights = Weights(params)
         self.features = Features()
         self.answers = Answers()
-        self.labels = Labels(self.features.pair)
+        self.labels = Labels(self.features.halves)
         self.looked_up: set[str] = set()
         self.other_uses: dict[str, Counter[str]] = {}
         """What is done with params that is no product, by operation."""
@@ -163,7 +163,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _pass_on(self, ins: Sequence[Tensor], outs: Sequence[Tensor], *, is_product: bool) -> None:
-        if is_product or any(storage_of(tensor) in self._live for tensor in ins):
+        is_of_params = is_product and any(self.weights.holds(tensor) for tensor in ins)
+        if is_of_params or any(storage_of(tensor) in self._live for tensor in ins):
             for out in outs:
                 self.mark_live(out)
         if not is_product and any(storage_of(tensor) in self._raw for tensor in ins):

@@ -225,12 +225,29 @@ def overlap_timeline(data: dict[str, Any]) -> str:
     )
 
 
+def fsdp(data: dict[str, Any]) -> str:
+    header = [
+        "ranks",
+        "layerwise Muon, ms",
+        "gather everywhere, ms",
+        "torch AdamW, fused, ms",
+        "gather everywhere over ours",
+    ]
+    rows = []
+    for device in data.values():
+        for world, found in device["worlds"].items():
+            times = [f"{row['ms']:.2f}" for row in found["rows"].values()]
+            rows.append([f"{world}, {device['host']['device']}", *times, f"{found['gather_everywhere_over_ours']:.1f}"])
+    return markdown(header, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
+    "fsdp": ("fsdp", fsdp),
     "newton_schulz": ("newton_schulz", newton_schulz),
     "newton_schulz_accuracy": ("newton_schulz", newton_schulz_accuracy),
     "optimizer_step": ("optimizer_step", optimizer_step),

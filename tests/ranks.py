@@ -25,6 +25,8 @@ _CONTEXT.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
+        "torch.distributed.fsdp",  # and this the first that shards a model, 3 s with the next
+        "torch.distributed.tensor.parallel",
         "pytest",
         "torch._dynamo",  # torch.optim.Optimizer imports it on first use, 1.5 s
         "layerwise.optim.optimizer",
@@ -33,6 +35,7 @@ _CONTEXT.set_forkserver_preload(
         "tests.distributed.jobs",
         "tests.reliability.misuse",
         "tests.walks",
+        "tests.mesh_zoo",
     ]
 )
 

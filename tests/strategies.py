@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layerwise.config.layouts import LAYOUTS, WorkPolicy
 from layerwise.dtypes import DType
-from layerwise.layout.boxes import BoxShards
+from layerwise.layout.boxes import Boxes, BoxShards
 from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
@@ -35,7 +35,7 @@ worlds = st.integers(1, 9)
 """Ranks: with 3, 5, 6, 7 and 9, shard borders fall where powers of two never put them."""
 
 PADDED = tuple(layout for layout in LAYOUTS if layout.startswith("padded"))
-SHARDED = tuple(layout for layout in LAYOUTS if layout != "replicated")
+SHARDED = tuple(layout for layout in LAYOUTS if not layout.startswith("replicated"))
 
 _DTYPES = (DType.FP32, DType.BF16, DType.FP16)
 
@@ -123,7 +123,7 @@ def plans(draw: st.DrawFn, *layouts: str) -> Plan:
     """A plan in one of these layouts, or in any, with buckets and cohorts small enough that there are several of each,
     and with all ways to reduce and to publish. Experts live on all ranks or on some."""
     world, layout = draw(worlds), draw(st.sampled_from(layouts or LAYOUTS))
-    reducer = draw(st.sampled_from(REDUCERS if layout != "replicated" else REDUCERS[:1]))
+    reducer = draw(st.sampled_from(REDUCERS if not layout.startswith("replicated") else REDUCERS[:1]))
     return make_plan(
         draw(tables()),
         Options(
@@ -281,7 +281,9 @@ def boxed(draw: st.DrawFn) -> Worked:
     world, rng = draw(worlds), Random(draw(st.integers(0, 2**16)))
     table, routes = _cut_model(draw(st.lists(cut_params(), min_size=1, max_size=4)))
     shards = [
-        BoxShards(index, "dense", spec.fqn, spec.shape, random_boxes(rng, spec.shape, world), rng.choice(POLICIES))
+        BoxShards(
+            index, "dense", spec.fqn, Boxes(spec.shape, random_boxes(rng, spec.shape, world)), rng.choice(POLICIES)
+        )
         for index, spec in enumerate(table)
     ]
     return _worked(table, routes, shards, world, draw(_COHORTS))

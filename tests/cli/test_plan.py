@@ -166,6 +166,67 @@ def test_one_rank_has_nothing_to_choose(capsys: Captured) -> None:
     assert "* auto takes flat: there is nothing to choose" in capsys.readouterr().out
 
 
+# -- models that torch cuts ------------------------------------------------------------------------
+
+
+def test_a_mesh_has_one_column_and_its_sizes_are_the_world(capsys: Captured) -> None:
+    found = as_json(capsys, "--model", "gpt2", "--fsdp", "4", "--replicate", "2", "--tp", "2")
+    assert found["world"] == 16
+    assert found["mesh"] == {"replicate": 2, "fsdp": 4, "tp": 2, "ep": 1}
+    assert [column["layout"] for column in found["layouts"]] == ["as params are"]
+    whole = as_json(capsys, "--model", "gpt2", "--world", "1", "--layout", "flat")
+    memory, one = column(found, "as params are")["memory_bytes"], column(whole)["memory_bytes"]
+    # Norms, biases of outputs and positions are not cut by tp, and 50257 rows are not divided by anything.
+    assert 1 <= memory["params"] / (one["params"] / 8) < 1.05
+    assert 1 <= memory["state"] / (one["state"] / 8) < 1.05
+    sent = found["sent_by_torch"]
+    assert sent["all_gather"] * 2 == sent["reduce_scatter"] * 2  # twice in bf16, once in fp32
+    assert sent["total"] == sent["all_gather"] + sent["reduce_scatter"] + sent["all_reduce"]
+    assert main(["plan", "--model", "gpt2", "--fsdp", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "muon and adamw, cut by torch: fsdp 4" in out
+    assert "beside that fully_shard() itself sends" in out
+
+
+def test_the_way_there_is_shared_by_replicas_and_the_way_back_is_not(capsys: Captured) -> None:
+    """R x S ranks: P / (R S) of each way there, P / S back, but for what stays at home."""
+    found = as_json(capsys, "--model", "llama3-8b", "--replicate", "4", "--fsdp", "8")
+    alone = as_json(capsys, "--model", "llama3-8b", "--fsdp", "8")
+    ms, one = (column(plan, "as params are")["sent"]["ms"] for plan in (found, alone))
+    assert ms["exchange"] == pytest.approx(one["exchange"] / 4, rel=0.2)
+    assert ms["return"] == pytest.approx(one["return"], rel=0.2)
+
+
+def test_experts_of_a_mesh_are_whole_stacks(capsys: Captured) -> None:
+    found = as_json(capsys, "--model", "configs/moe.toml", "--fsdp", "2", "--ep", "2")
+    whole = as_json(capsys, "--model", "configs/moe.toml", "--world", "2", "--layout", "flat")
+    assert found["elements"] == whole["elements"]
+    assert found["domains"] == {"dense": 2, "expert": 2}
+    assert main(["plan", "--model", "qwen3-30b-a3b", "--fsdp", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert "hint: fully_shard() cuts 128 experts over 1024 ranks, and 896 of them get none" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "--world: expected a number of ranks. Or say how torch cuts the model"),
+        (("--fsdp", "0"), "--fsdp: expected at least 1, got 0."),
+        (("--fsdp", "8", "--world", "4"), "--world: expected 8, the ranks of the mesh, got 4."),
+        (("--fsdp", "8", "--ep", "3"), "--ep: expected a divisor of --fsdp 8 times --tp 1, got 3."),
+        (("--fsdp", "8", "--ep", "2"), "has no stack of experts: --ep 2 needs a number of them"),
+        (("--tp", "2", "--layout", "flat"), "--layout: is for layerwise.DataParallel"),
+        (("--tp", "2", "--reducer", "ordered"), "--reducer: is for layerwise.DataParallel"),
+        (("--tp", "2", "--shard-grads"), "--shard-grads: is for layerwise.DataParallel"),
+        (("--tp", "2", "--staging", "gradients"), "--staging: is for layerwise.DataParallel"),
+        (("--tp", "2", "--bucket-mib", "4"), "--bucket-mib: is for layerwise.DataParallel"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(words: tuple[str, ...], expected: str, capsys: Captured) -> None:
+    assert main(["plan", "--model", "gpt2", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
 # -- without torch ---------------------------------------------------------------------------------
 
 
@@ -188,6 +249,7 @@ def test_presets_and_known_families_need_no_torch(tmp_path: Path) -> None:
     for words in (
         ("--model", "llama3-8b", "--world", "64"),
         ("--model", "gpt2", "--world", "8", "--json"),
+        ("--model", "gpt2", "--fsdp", "8", "--tp", "2"),
         ("--model", str(tmp_path), "--world", "8"),
         ("--model", str(tmp_path / "config.json"), "--world", "8"),
     ):

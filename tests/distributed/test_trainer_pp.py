@@ -57,7 +57,7 @@ def _batches(config: TrainConfig) -> list[Batch]:
 def _pipelined(rank: int, world: int, config: TrainConfig) -> tuple[dict[str, Tensor], list[float], list[Any]]:
     """Gradients of two steps with evaluations of another size before and between, the loss, and the logits."""
     grid = arrange(Ranks(rank=rank, world=world, local_rank=rank, device=CPU), pp=world)
-    chunks = build_chunks(config, resolve_model(config.model), grid, CPU, torch.float32)
+    chunks = build_chunks(config, grid, CPU, torch.float32)
     passes = PipelinedModel(chunks, config, grid, CPU)
     batches = _batches(config)
     logits = [passes.logits(batches[0].tokens[:1])]

@@ -7,6 +7,7 @@ library is expected wherever the sum over ranks is exact, because every other op
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,10 +99,11 @@ class Hyper:
 
 @dataclass
 class Oracle:
-    """Whole params, whole state, one process. `matrices` maps a param to the row ranges of its matrices (2-D params) or to None for a stack."""
+    """Whole params, whole state, one process. `matrices` maps a param to the row ranges of its matrices (2-D params), to None for
+    a stack, or, for matrices of any form, to tensors that say where each element of each matrix lies in the flattened param."""
 
     params: dict[str, Tensor]
-    matrices: dict[str, list[tuple[int, int]] | None]
+    matrices: Mapping[str, Sequence[tuple[int, int]] | Sequence[Tensor] | None]
     hyper: Hyper
     step_count: int = 0
     grad_norm: float = math.nan
@@ -183,8 +185,11 @@ class Oracle:
         update = torch.add(grad * (1.0 - h.momentum), moment, alpha=h.momentum) if h.nesterov else moment
         master = self.masters[fqn]
         blocks = self.matrices[fqn]
+        places = [block for block in blocks or () if isinstance(block, Tensor)] or None
         if blocks is None:
             parts = [(master[i], update[i]) for i in range(master.shape[0])]
+        elif places is not None:
+            parts = [(master.view(-1)[where], update.view(-1)[where]) for where in places]
         else:
             flat = (master.shape[0], -1)
             parts = [(master.view(flat)[a:b], update.view(flat)[a:b]) for a, b in blocks]
@@ -192,6 +197,8 @@ class Oracle:
             rows, cols = weight.shape
             direction = self._direction(fqn, index, raw)
             weight.sub_(direction.float() * (h.lr * _scale(h.scale, rows, cols) * h.extra_scale))
+            if places is not None:  # then it is a copy
+                master.view(-1)[places[index]] = weight
 
     def _direction(self, fqn: str, index: int, raw: Tensor) -> Tensor:
         h = self.of(fqn)

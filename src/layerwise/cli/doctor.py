@@ -17,7 +17,7 @@ from importlib import import_module, metadata
 from layerwise._version import __version__
 from layerwise.cli.exits import ENVIRONMENT, OK, note
 
-_SELF_TEST_LIMIT_S = 90.0
+_SELF_TEST_LIMIT_S = 300.0
 _SELF_TEST_WORLD = 2
 
 

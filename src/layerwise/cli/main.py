@@ -99,10 +99,17 @@ class PlanCommand:
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
     """A preset (llama3-8b, deepseek-v3 ...), a Hugging Face config.json or its folder, a config of the trainer, or
     module:function that returns a module."""
-    world: Annotated[int, tyro.conf.arg(metavar="N")]
-    """Number of data-parallel ranks, those of expert parallelism included; none are started."""
+    world: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Number of data-parallel ranks, those of expert parallelism included; none are started. None: those of the mesh that
+    --fsdp, --replicate and --tp make."""
     ep: Annotated[int, tyro.conf.arg(metavar="E")] = 1
     """Ranks over which routed experts are spread; N / E ranks hold copies of each."""
+    fsdp: Annotated[int, tyro.conf.arg(metavar="F")] = 1
+    """Ranks over which torch's fully_shard() cuts every param, in place of a layout of ours."""
+    replicate: Annotated[int, tyro.conf.arg(metavar="R")] = 1
+    """Groups of these that hold the same shards (HSDP)."""
+    tp: Annotated[int, tyro.conf.arg(metavar="T")] = 1
+    """Ranks over which torch's parallelize_module() cuts linear layers, by their usual names."""
     layout: Annotated[str, tyro.conf.arg(metavar="LAYOUT")] = "all"
     """flat, padded, compact, replicated, padded:reference or auto; several with commas between them. all: the first
     four side by side, and which of them auto takes."""
@@ -217,14 +224,18 @@ def _inspect(command: InspectCommand, overrides: Sequence[Override]) -> int:
 
 def _plan(command: PlanCommand) -> int:
     from layerwise.cli import plan
+    from layerwise.cli.plan_request import PlanRequest
     from layerwise.dtypes import DType
     from layerwise.layout.cost import DEFAULT_HARDWARE
 
     given = {"ns_tflops": command.tflops, "link_gb_s": command.link_gb_s}
-    request = plan.PlanRequest(
+    request = PlanRequest(
         model=command.model,
         world=command.world,
         expert_parallel=command.ep,
+        fsdp=command.fsdp,
+        replicate=command.replicate,
+        tensor_parallel=command.tp,
         layout=command.layout,
         param_dtype=DType(command.param_dtype) if command.param_dtype is not None else None,
         grad_dtype=DType(command.grad_dtype),

@@ -8,64 +8,42 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
 from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
+from layerwise.cli.plan_request import PlanRequest, checked_layouts
 from layerwise.cli.settings import load_settings
 from layerwise.config.rules import RULES_BY_KIND
 from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem, did_you_mean
 from layerwise.layout.choice import Choice
-from layerwise.layout.cost import DEFAULT_HARDWARE, Hardware
-from layerwise.layout.options import Options, bucket_numel_of, resolve_layout
+from layerwise.layout.options import Options, bucket_numel_of
+from layerwise.layout.placing import MeshSizes, is_stack
 from layerwise.layout.schedule import Phase
-from layerwise.layout.slots import Staging
-from layerwise.layout.storage import BufferKey, Reducer
+from layerwise.layout.storage import BufferKey
 from layerwise.planner.hf_config import UnknownFamilyError, hf_table
 from layerwise.planner.presets import PRESETS, preset
 from layerwise.planner.report import Column, Comparison, Setting, compare
 from layerwise.planner.rules import Rules
+from layerwise.planner.sharded import TorchTraffic, torch_traffic
 from layerwise.planner.timing import KINDS, PHASES
 from layerwise.routing.spec import DENSE, ParamTable
 from layerwise.units import format_count, format_nbytes
 
-_MOST_RANKS = 1_000_000
-_ALL = "all"
 _SHOWN_MS = 0.005
 """Phases that take less are not in the table: statistics are a few kilobytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What the user asked for."""
-
-    model: str
-    world: int
-    expert_parallel: int = 1
-    layout: str = _ALL
-    param_dtype: DType | None = None
-    """None: what the model says, bf16 for presets."""
-    grad_dtype: DType = DType.FP32
-    bucket_mib: float | None = None
-    rule: str = "muon"
-    reducer: Reducer = "collective"
-    shard_grads: bool = False
-    staging: Staging = "slots"
-    hardware: Hardware = DEFAULT_HARDWARE
-    as_json: bool = False
 
 
 def run(request: PlanRequest) -> int:
     """Print the comparison and return the exit code."""
     try:
         with _without_collector():
-            layouts = _checked_layouts(request)
+            layouts = checked_layouts(request)
             table = _table_for(request)
             comparison = _compared(table, request, layouts)
     except ConfigError as error:
@@ -99,36 +77,9 @@ def _without_collector() -> Iterator[None]:
 # -- what was asked --------------------------------------------------------------------------------
 
 
-def _checked_layouts(request: PlanRequest) -> list[str] | None:
-    """The layouts to compare, None for the usual ones; one `ConfigError` has everything that is wrong with the flags."""
-    problems = []
-    if not 1 <= request.world <= _MOST_RANKS:
-        problems.append(Problem("--world", f"expected a number of ranks from 1 to {_MOST_RANKS}, got {request.world}."))
-    elif request.expert_parallel < 1 or request.world % request.expert_parallel:
-        what = f"expected a number that divides the {request.world} ranks of --world, got {request.expert_parallel}."
-        problems.append(Problem("--ep", what))
-    positive = {
-        "--bucket-mib": request.bucket_mib,
-        "--tflops": request.hardware.ns_tflops,
-        "--link-gb-s": request.hardware.link_gb_s,
-    }
-    for flag, value in positive.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            problems.append(Problem(flag, f"expected a positive number, got {value:g}."))
-    layouts = [word.strip() for word in request.layout.split(",")]
-    for layout in layouts if request.layout != _ALL else ():
-        try:
-            resolve_layout(layout)
-        except ValueError as error:
-            problems.append(Problem("--layout", str(error)))
-    if problems:
-        raise ConfigError(problems)
-    return None if request.layout == _ALL else list(dict.fromkeys(layouts))
-
-
 def _table_for(request: PlanRequest) -> ParamTable:
     """The params of the model that was named, as one rank holds them."""
-    word, experts = request.model, request.expert_parallel
+    word, experts = request.model, request.local_experts
     if word in PRESETS:
         return _blamed_on(word, lambda: preset(word, expert_parallel=experts, dtype=request.param_dtype or DType.BF16))
     source = find_model(word)
@@ -145,7 +96,7 @@ def _table_for(request: PlanRequest) -> ParamTable:
 
 def _hf_table(source: ModelSource, request: PlanRequest) -> ParamTable:
     document = json.loads(Path(source.path).read_text(encoding="utf-8"))
-    return hf_table(document, source.word, expert_parallel=request.expert_parallel, dtype=request.param_dtype)
+    return hf_table(document, source.word, expert_parallel=request.local_experts, dtype=request.param_dtype)
 
 
 def _blamed_on(word: str, make: Callable[[], ParamTable]) -> ParamTable:
@@ -162,13 +113,13 @@ def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
     is."""
     if source.kind is ModelKind.TRAINER:
         config = load_settings(source.path or source.word, ()).config
-        table = _blamed_on(source.word, lambda: _trainer_table(config, request.expert_parallel))
+        table = _blamed_on(source.word, lambda: _trainer_table(config, request.local_experts))
     else:
         module = build_model(source, TrainConfig())
         from layerwise.models.table import param_table  # imports torch, which is there by now
 
         table = _blamed_on(source.word, lambda: param_table(module))
-    if request.expert_parallel > 1 and all(param.domain == DENSE for param in table):
+    if request.local_experts > 1 and all(param.domain == DENSE for param in table):
         what = (
             f"--ep {request.expert_parallel} needs experts with a domain of their own: none of its modules names any in "
             "param_domains(). Leave --ep out."
@@ -192,10 +143,24 @@ def _trainer_table(config: TrainConfig, expert_parallel: int) -> ParamTable:
     return param_table(module.to(torch_dtype(DType(config.train.precision))))
 
 
+def _check_experts(table: ParamTable, request: PlanRequest) -> None:
+    """Raise unless a mesh can share out the experts that the model has."""
+    ep = request.expert_parallel
+    if request.sizes is None or ep == 1:
+        return
+    counts = {param.shape[0] for param in table if is_stack(param)}
+    if not counts or any(count % ep for count in counts):
+        found = f"has {', '.join(map(str, sorted(counts)))} experts" if counts else "has no stack of experts"
+        what = f"{found}: --ep {ep} needs a number of them that it divides."
+        raise ConfigError([Problem(f"--model {request.model}", what)])
+
+
 def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | None) -> Comparison:
+    _check_experts(table, request)
     setting = Setting(
-        world=request.world,
-        worlds={param.domain: request.world // request.expert_parallel for param in table if param.domain != DENSE},
+        world=request.ranks,
+        worlds={param.domain: request.ranks // request.local_experts for param in table if param.domain != DENSE},
+        sizes=request.sizes,
         options=Options(
             grad_dtype=request.grad_dtype,
             bucket_numel=bucket_numel_of(request.bucket_mib, request.grad_dtype),
@@ -243,6 +208,8 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
             "bucket_mib": request.bucket_mib,
         },
         "hardware": {"tflops": setting.options.hardware.ns_tflops, "link_gb_s": setting.options.hardware.link_gb_s},
+        "mesh": None if setting.sizes is None else setting.sizes._asdict(),
+        "sent_by_torch": None if setting.sizes is None else _torch_traffic(comparison, setting.sizes).to_json(),
         "layouts": [column.to_json() for column in comparison.columns],
         "reasons": [
             {"buffer": _label(choice), "layout": choice.layout, "reason": choice.reason}
@@ -251,6 +218,10 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
         "left_out": dict(comparison.left_out),
         "hint": comparison.hint,
     }
+
+
+def _torch_traffic(comparison: Comparison, sizes: MeshSizes) -> TorchTraffic:
+    return torch_traffic(comparison.table, sizes, comparison.setting.options.grad_dtype)
 
 
 def _label(choice: Choice) -> str:
@@ -275,6 +246,9 @@ def _title(request: PlanRequest, comparison: Comparison) -> str:
     domains = "".join(f", each {domain} param on {size} of them" for domain, size in sorted(setting.worlds.items()))
     dtypes = " and ".join(sorted({str(param.dtype) for param in table}))
     extras = [
+        "cut by torch: " + " x ".join(f"{name} {size}" for name, size in setting.sizes._asdict().items() if size > 1)
+        if setting.sizes is not None
+        else "",
         f"{setting.options.reducer} sums" if setting.options.reducer != "collective" else "",
         "gradients released once reduced" if setting.options.shard_grads else "",
         "slots in idle gradients" if setting.options.staging == "gradients" else "",
@@ -348,6 +322,15 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         yield "* auto takes flat: there is nothing to choose, no matrix is held by more than one rank"
     for layout, why in comparison.left_out.items():
         yield f"without {layout}: {why}"
+    sizes = comparison.setting.sizes
+    if sizes is not None:
+        sent = _torch_traffic(comparison, sizes)
+        yield (
+            f"beside that fully_shard() itself sends, for each microbatch and rank: {format_nbytes(sent.all_gather)} of params, in "
+            f"forward and in backward, {format_nbytes(sent.reduce_scatter)} of gradients"
+            + (f", {format_nbytes(sent.all_reduce)} between replicas" if sizes.replicate > 1 else "")
+        )
+        yield "not counted: the block that is whole for the moment, and activations"
     hardware = comparison.setting.options.hardware
     yield (
         f"assumed: {hardware.ns_tflops:g} TFLOP/s in Newton-Schulz (--tflops), {hardware.link_gb_s:g} GB/s from each rank "

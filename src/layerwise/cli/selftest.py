@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 import layerwise  # noqa: E402
 from layerwise.comm import joining  # noqa: E402
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 _STEPS = 3
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note, rank_from_environment
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override, dump_toml
+from layerwise.config.parallelism import world_problems
 from layerwise.config.schema import TrainConfig
-from layerwise.config.validate import trace_problems, world_problems
+from layerwise.config.validate import trace_problems
 from layerwise.errors import ConfigError, Problem
 
 _MOST_RANKS_HERE = 1024
@@ -111,6 +112,7 @@ def _train_here(config: TrainConfig, trace: str | None) -> int:
     if trace is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell every rank's user when it starts
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here uses it
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into logits
     try:
         from layerwise.cli.rank import train_as_rank  # the first import of torch
     except ImportError as error:

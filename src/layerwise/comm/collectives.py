@@ -147,6 +147,15 @@ class Communicator:
             _all_gather(rows, numbers, group=self.group)
         return rows.view(self.world, -1)
 
+    def add_bits(self, bits: Tensor, *, label: str) -> None:
+        """Add up integers over ranks, in place. Where one rank has a number and all others zero it is a copy. For what is put
+        together beside a step, so it is in no schedule."""
+        name = f"putting together {label}"
+        self._check(name, "all_reduce", bits)
+        if self.group is not None and self.world > 1:
+            with scope(name):
+                dist.all_reduce(bits, group=self.group)
+
     def _launching(self, op: CommOp) -> AbstractContextManager[object]:
         """A collective is about to be under way."""
         if self._made is not None:

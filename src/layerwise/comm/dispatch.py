@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerwise.comm.scopes import scope
+from layerwise.comm.sharded import is_sharded
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,18 @@ class ExpertRanks:
     """None for one rank, which holds them all and exchanges nothing."""
     rank: int
     world: int
+    grad_scale: float = 1.0
+    """What gradients of experts are multiplied by, where somebody else averages them over fewer or more ranks than there are
+    that read samples of their own."""
+
+    def weight(self, param: Tensor) -> Tensor:
+        """This rank's experts of a stack, for a forward."""
+        own: Any = param
+        local: Tensor = own.to_local() if is_sharded(param) else param
+        if self.grad_scale == 1.0:
+            return local
+        scaled: Tensor = _ScaledGrad.apply(local, self.grad_scale)  # type: ignore[no-untyped-call]
+        return scaled
 
 
 ALL_EXPERTS_HERE = ExpertRanks(group=None, rank=0, world=1)
@@ -55,6 +68,17 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], ra
         return rows
     exchanged: Tensor = _Exchange.apply(rows, tuple(sent), tuple(received), ranks.group)  # type: ignore[no-untyped-call]
     return exchanged
+
+
+class _ScaledGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -121,9 +121,23 @@ def check_still_alone(groups: Groups) -> None:
 
 def device_of(groups: Groups) -> torch.device:
     """Where tensors may lie that all ranks exchange."""
-    own: Any = groups.training
-    kinds = ["cpu"] if own is None else [device.type for device in own._device_types]
+    kinds = _kinds(groups)
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+
+def _kinds(groups: Groups) -> list[str]:
+    """The types of devices between which the training group moves tensors."""
+    own: Any = groups.training
+    return ["cpu"] if own is None else [device.type for device in own._device_types]
+
+
+def check_reach(groups: Groups, device: torch.device) -> None:
+    """Raise unless ranks can exchange what lies on a device: with CPU offload params are where the group may not reach."""
+    if groups.world > 1 and device.type not in _kinds(groups):
+        raise ValueError(
+            f"params are on {device.type} (CPU offload?), and the process group moves tensors on {' and '.join(_kinds(groups))} only: "
+            "expected a group with a backend for both. Call init_process_group('cpu:gloo,cuda:nccl')."
+        )
 
 
 def check_process_group(process_group: object) -> None:
@@ -144,6 +158,8 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     group."""
     if not dist.is_available() or not dist.is_initialized():
         return alone()
+    if process_group is dist.group.WORLD:
+        process_group = None
     # Not the user's group itself: a bucket may be reduced in backward on one rank and in step() on another, and
     # whatever the user sends in between over that group must not be taken for it.
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)

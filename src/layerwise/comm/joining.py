@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks
 from layerwise.comm.facts import gather_facts
+from layerwise.comm.tensor_parallel import ALL_HEADS_HERE, TensorRanks
 from layerwise.errors import PlanMismatchError
 
 
@@ -45,6 +46,8 @@ class Grid:
     pipeline: dist.ProcessGroup | None
     """The ranks that hold the other stages of this rank's pipeline; None for a pipeline of one stage."""
     experts: ExpertRanks
+    tensor: TensorRanks = ALL_HEADS_HERE
+    """The ranks that read the same samples because they compute them together."""
 
 
 def arrange(ranks: Ranks, *, pp: int = 1, ep: int = 1) -> Grid:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,13 +65,33 @@ def like(param: Tensor, local: Tensor) -> Tensor:
     return found
 
 
-def grad_here(param: Tensor, grad: Tensor) -> Tensor:
-    """What this rank has of a param's gradient. Where it is not placed as the param is (a sum that torch has put off), torch
-    brings it there: on every rank of the mesh, as it would for any optimizer."""
-    if is_sharded(param) and not placed_alike(param, grad):
+class Elsewhere(NamedTuple):
+    """How a param's gradient is placed where that is not as the param is: most often a sum that torch has put off."""
+
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    """Of what this rank has of it."""
+
+    @classmethod
+    def of(cls, param: Tensor, grad: Tensor) -> Elsewhere | None:
+        """None where it is placed as the param is."""
+        return None if placed_alike(param, grad) else cls(tuple(_as_dtensor(grad).placements), shape_here(grad))
+
+    def brought(self, param: Tensor, grad: Tensor | None) -> Tensor:
+        """What this rank has of a gradient, once torch has brought it to the param's placements, as it would for any optimizer.
+        All ranks of the mesh call it; who has no gradient takes part with zeros."""
         own = _as_dtensor(param)
-        grad = _as_dtensor(grad).redistribute(own.device_mesh, own.placements)
-    return local_of(grad)
+        if grad is None:
+            zeros = torch.zeros(self.shape, dtype=param.dtype, device=param.device)
+            grad = type(own.data).from_local(
+                zeros, own.device_mesh, self.placements, run_check=False, shape=own.shape, stride=own.stride()
+            )
+        return local_of(_as_dtensor(grad).redistribute(own.device_mesh, own.placements))
+
+
+def on_one_mesh(param: Tensor, grad: Tensor) -> bool:
+    """Whether a sharded param and its gradient are on the same mesh."""
+    return bool(_as_dtensor(param).device_mesh == _as_dtensor(grad).device_mesh)
 
 
 def reshard(chunks: Iterable[nn.Module]) -> None:
@@ -152,6 +172,12 @@ def _read(fqn: str, param: Tensor, number_of: Mapping[int, int]) -> Placed:
         raise ValueError(
             f"param {fqn!r} lies on the ranks {ranks}, of which {outside} are not in the process group: expected all of them. "
             "Pass process_group=, with all ranks that hold a part of this model."
+        )
+    mesh = own.device_mesh.mesh
+    if any(bool((mesh.diff(dim=along) <= 0).any()) for along in range(mesh.ndim)):
+        raise ValueError(
+            f"param {fqn!r} is on the mesh {mesh.tolist()}: expected ranks in ascending order along every dim. torch cuts some params "
+            "by the order of the mesh and some by that of its process groups, which is ascending. Build it with init_device_mesh()."
         )
     return Placed(
         tuple(number_of[rank] for rank in ranks),

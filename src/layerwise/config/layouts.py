@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal["flat", "padded", "compact", "replicated", "padded:reference", "padded:reference-numel"]
+Layout = Literal[
+    "flat", "padded", "compact", "replicated", "replicated:shared", "padded:reference", "padded:reference-numel"
+]
 
 WorkPolicy = Literal["stay", "balance", "repeat"]
 """Who orthogonalises a matrix. stay: a rank that holds it whole. repeat: every rank that holds it whole. balance: whoever
@@ -40,6 +42,9 @@ FACTS_BY_LAYOUT: dict[Layout, LayoutFacts] = {
     "padded": LayoutFacts(cut="packed", reduces="reduce_scatter", publishes="all_gather", work="stay"),
     "compact": LayoutFacts(cut="by owner", reduces="all_reduce", publishes="uneven_all_gather", work="stay"),
     "replicated": LayoutFacts(cut="copied", reduces="all_reduce", publishes="none", work="repeat", beside="replicated"),
+    "replicated:shared": LayoutFacts(
+        cut="copied", reduces="all_reduce", publishes="none", work="balance", beside="replicated"
+    ),
     "padded:reference": LayoutFacts(
         cut="packed", reduces="reduce_scatter", publishes="all_gather", work="stay", packing="reference"
     ),
@@ -47,7 +52,8 @@ FACTS_BY_LAYOUT: dict[Layout, LayoutFacts] = {
         cut="packed", reduces="reduce_scatter", publishes="all_gather", work="stay", packing="reference-numel"
     ),
 }
-"""The storage plans the engine executes. The last two pack as Megatron-LM does, now and before, for comparison."""
+"""The storage plans the engine executes. Where everything is replicated, every rank orthogonalises every matrix, or they
+share the matrices and send each other what becomes of them. The last two pack as Megatron-LM does, now and before, for comparison."""
 
 LAYOUTS: tuple[Layout, ...] = tuple(FACTS_BY_LAYOUT)
 

@@ -198,7 +198,24 @@ class ParallelConfig:
     """Pipeline ranks: the blocks are cut into this many stages (times chunks). Microbatches are train.accumulation."""
 
     ep: int = 1
-    """Ranks that share out the experts of a block. What is left, world / (pp * ep), is data parallel."""
+    """Ranks that share out the experts of a block. What is left, world / (pp * ep), is data parallel; ranks of fsdp and tp
+    share out experts among themselves."""
+
+    fsdp: int = 1
+    """Ranks over which torch's fully_shard() cuts every param, in place of a layout of ours."""
+
+    replicate: int = 1
+    """Groups of fsdp ranks that hold the same shards (HSDP)."""
+
+    tp: int = 1
+    """Ranks that share out heads and MLP columns (tensor parallelism) and read the same samples."""
+
+    reshard_after_forward: bool = True
+    """With fsdp: let go of whole params between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+
+    ddp: bool = False
+    """Let torch's DistributedDataParallel average gradients; the optimizer shards its state and shares the work as layout
+    says."""
 
     chunks: int = 1
     """Stages on each pipeline rank. 2 or more: an interleaved pipeline, with fewer idle moments and more messages."""
@@ -229,6 +246,11 @@ class ParallelConfig:
 
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are accumulated and reduced."""
+
+
+def is_sharded(parallel: ParallelConfig) -> bool:
+    """Whether torch cuts the model, with fully_shard() and parallelize_module(), and not `layerwise.DataParallel`."""
+    return parallel.fsdp * parallel.replicate * parallel.tp != 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,10 +344,15 @@ class ModelShape:
         return self.n_experts > 0 and (block + 1) % self.moe_every == 0
 
 
+def mlp_width(model: ModelConfig) -> int:
+    """Width of an MLP, which the user may have left open."""
+    automatic = -(-8 * model.d_model // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
+    return automatic if model.hidden is None else model.hidden
+
+
 def resolve_model(model: ModelConfig) -> ModelShape:
     """Fill in what the user left open; expects a validated config."""
-    automatic_hidden = -(-8 * model.d_model // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
-    hidden = automatic_hidden if model.hidden is None else model.hidden
+    hidden = mlp_width(model)
     automatic_expert = -(-hidden // (model.top_k * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
     return ModelShape(
         d_model=model.d_model,

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from layerwise.config.coefficients import check_coefficients
-from layerwise.config.layouts import facts_of
+from layerwise.config.parallelism import PARALLEL_CHECKS
 from layerwise.config.schema import (
     BYTE_VALUES,
     ModelConfig,
     OptimConfig,
-    ParallelConfig,
     TrainConfig,
     matrix_rule,
     other_rule,
@@ -53,6 +52,9 @@ _INTEGER_RANGES: dict[str, tuple[int, int]] = {
     "schedule.warmup_steps": (0, _MOST_STEPS),
     "parallel.pp": (1, _MOST_RANKS),
     "parallel.ep": (1, _MOST_RANKS),
+    "parallel.fsdp": (1, _MOST_RANKS),
+    "parallel.replicate": (1, _MOST_RANKS),
+    "parallel.tp": (1, _MOST_RANKS),
     "parallel.chunks": (1, _MOST_LAYERS),
     "parallel.prefetch": (0, _MOST_WIDTH),
     "train.steps": (1, _MOST_STEPS),
@@ -118,9 +120,7 @@ class _Watched:
 
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     lambda config: _model_problems(config.model),
-    lambda config: _expert_problems(config.model, config.parallel),
-    lambda config: _pipeline_problems(config),
-    lambda config: _gradient_problems(config.parallel),
+    *PARALLEL_CHECKS,
     lambda config: _optim_problems(config.optim),
     lambda config: _schedule_problems(config),
     lambda config: _data_problems(config),
@@ -184,105 +184,6 @@ def _model_problems(model: ModelConfig) -> Iterator[Problem]:
                 f"d_model={model.d_model} and n_heads={model.n_heads} make heads of width {head_dim}: "
                 "expected an even width, rotary turns pairs. Change one of them, or set model.head_dim.",
             )
-
-
-def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
-    if model.n_experts <= 0:
-        if parallel.ep > 1:
-            yield Problem(
-                "parallel.ep",
-                f"expected 1, got {parallel.ep}: the model has no experts to share out. Set model.n_experts too.",
-            )
-        return
-    if model.n_experts == 1:
-        yield Problem("model.n_experts", "expected 0 or at least 2, got 1: there would be nothing to choose.")
-    elif model.top_k > model.n_experts:
-        yield Problem("model.top_k", f"expected at most n_experts={model.n_experts}, got {model.top_k}.")
-    if model.moe_every > model.n_layers:
-        yield Problem(
-            "model.moe_every",
-            f"expected at most n_layers={model.n_layers}, got {model.moe_every}: no block would have experts.",
-        )
-    if parallel.ep > 1 and model.n_experts % parallel.ep != 0:
-        yield Problem(
-            "parallel.ep",
-            f"expected a divisor of n_experts={model.n_experts}, got {parallel.ep}: "
-            "every rank holds the same number of experts.",
-        )
-
-
-def _pipeline_problems(config: TrainConfig) -> Iterator[Problem]:
-    parallel, layers, microbatches = config.parallel, config.model.n_layers, config.train.accumulation
-    if parallel.pp <= 1:
-        if parallel.chunks > 1:
-            yield Problem(
-                "parallel.chunks",
-                f"expected 1, got {parallel.chunks}: only a pipeline has chunks. Set parallel.pp to 2 or more.",
-            )
-        return
-    if layers >= 1 and parallel.pp * parallel.chunks > layers:
-        stages = f"pp={parallel.pp}" + (f" times chunks={parallel.chunks}" if parallel.chunks > 1 else "")
-        yield Problem(
-            "parallel.pp", f"expected at most n_layers={layers} stages, got {stages}: every stage has a block."
-        )
-    if parallel.schedule == "gpipe":
-        if parallel.chunks > 1:
-            yield Problem("parallel.schedule", f"expected 1f1b with chunks={parallel.chunks}, got gpipe.")
-        return
-    rounds = max(1, microbatches // parallel.pp)
-    if microbatches < parallel.pp:
-        yield Problem(
-            "train.accumulation",
-            f"expected at least pp={parallel.pp} microbatches, which fill the pipeline, got {microbatches}. "
-            "Raise it, or set parallel.schedule to gpipe.",
-        )
-    elif parallel.chunks > 1 and microbatches % rounds != 0:
-        yield Problem(
-            "train.accumulation",
-            f"expected a multiple of pp={parallel.pp}, got {microbatches}: with chunks they go round in equal rounds.",
-        )
-
-
-def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Ways of summing and keeping gradients that do not go together; the plan refuses them too, but only once there is
-    one."""
-    facts = facts_of(parallel.layout)
-    is_copied = facts is not None and facts.publishes == "none"
-    if parallel.reducer != "collective" and is_copied:
-        yield Problem(
-            "parallel.reducer",
-            f"expected collective with layout replicated, got {parallel.reducer}: an ordered sum arrives at one rank, and "
-            "there every rank needs it. Use layout flat.",
-        )
-    if parallel.reducer == "ordered_bf16" and parallel.grad_dtype != "fp32":
-        yield Problem(
-            "parallel.reducer",
-            f"expected collective or ordered with grad_dtype {parallel.grad_dtype}, got ordered_bf16: it rounds fp32 "
-            "gradients for the wire.",
-        )
-    if parallel.staging == "gradients" and parallel.shard_grads:
-        yield Problem(
-            "parallel.staging",
-            "expected slots with shard_grads, got gradients: full gradients are released once they are reduced.",
-        )
-    is_all_reduced = facts is not None and facts.reduces == "all_reduce" and parallel.reducer == "collective"
-    if parallel.shard_grads and (is_all_reduced or is_copied):
-        yield Problem(
-            "parallel.shard_grads",
-            f"expected false with layout {parallel.layout}, got true: every rank gets the whole sum of gradients there. "
-            "Use layout flat or padded.",
-        )
-
-
-def world_problems(parallel: ParallelConfig, world: int) -> list[Problem]:
-    """What is wrong with this many ranks; nothing of it can be known from a config alone."""
-    group = parallel.pp * parallel.ep
-    if world % group == 0:
-        return []
-    sizes = [f"{name}={size}" for name, size in (("pp", parallel.pp), ("ep", parallel.ep)) if size > 1]
-    where = f"parallel.{'pp' if parallel.pp > 1 else 'ep'}"
-    what = f"expected a multiple of {' times '.join(sizes)} ranks, got {world}."
-    return [Problem(where, f"{what} Start {group} or a multiple of it, with --nproc or torchrun.")]
 
 
 TRACED_STEPS = range(4, 6)

@@ -15,8 +15,8 @@ from layerwise.config.rules import wire_dtype_for
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import adamw_, lion_, momentum_
 from layerwise.kernels.facts import products_for
-from layerwise.kernels.newton_schulz import orthogonalize
 from layerwise.kernels.products import Products
+from layerwise.kernels.recorded import Recorder
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 from layerwise.models.table import torch_dtype
 
@@ -70,14 +70,18 @@ class _Muon:
             nesterov=bool(options["nesterov"]),
         )
 
-    def direction(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
+    def direction(
+        self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor], recorder: Recorder
+    ) -> Tensor:
         """The orthogonalised update, in the dtype it travels in. Rounding to that dtype comes first in every layout,
         also where nothing travels."""
         wire = _wire_dtype(options)
-        return self._at_home(update_BMN.to(wire), options, state).to(wire)
+        return self._at_home(update_BMN.to(wire), options, state, recorder).to(wire)
 
-    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
-        return orthogonalize(
+    def _at_home(
+        self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor], recorder: Recorder
+    ) -> Tensor:
+        return recorder.orthogonalize(
             update_BMN,
             schedule=coefficient_schedule(options["coefficients"], int(number(options, "steps"))),  # type: ignore[arg-type]
             method=str(options["method"]),
@@ -86,16 +90,20 @@ class _Muon:
 
 
 class _NorMuon(_Muon):
-    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
-        direction_BMN = super()._at_home(update_BMN, options, state)
+    def _at_home(
+        self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor], recorder: Recorder
+    ) -> Tensor:
+        direction_BMN = super()._at_home(update_BMN, options, state, recorder)
         return normalise_rows(
             direction_BMN, state["row_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
         )
 
 
 class _AdaMuon(_Muon):
-    def _at_home(self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor]) -> Tensor:
-        direction_BMN = super()._at_home(update_BMN.sign(), options, state)
+    def _at_home(
+        self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor], recorder: Recorder
+    ) -> Tensor:
+        direction_BMN = super()._at_home(update_BMN.sign(), options, state, recorder)
         return normalise_elements(
             direction_BMN, state["second_moment"], beta2=number(options, "beta2"), eps=number(options, "eps")
         )

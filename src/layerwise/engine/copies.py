@@ -11,14 +11,18 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.groups import Groups, share
 from layerwise.errors import StateError
 from layerwise.kernels.hashing import hash_bits
+from layerwise.memory.hooked import grads_of
 from layerwise.memory.storage import Storage
 
+_NORM_TOLERANCE = 0.01
+"""By how much norms of copies of a gradient may differ. Those of other data differ by more."""
 _ADVICE = "a step would mix them. Load the same weights on every rank, or build the model anew."
 
 
 def check_copies(storage: Storage, communicators: Mapping[str, Communicator], groups: Groups) -> None:
     """Raise on every rank, naming a param, unless all that are copies of each other are equal: replicas of all ranks of a
-    domain, and shards that several ranks hold. All replicas must be up to date, and no reduction under way."""
+    domain, and shards that several ranks hold, with the gradients that somebody else has reduced, where there are any. All
+    replicas must be up to date, and no reduction under way."""
     problems = [
         _in_replicas(storage, domain, communicator) or _in_shards(storage, domain, communicator)
         for domain, communicator in sorted(communicators.items())
@@ -74,18 +78,46 @@ def _in_shards(storage: Storage, domain: str, communicator: Communicator) -> str
     for by_rank in places:
         first_slot.append(total)
         total += max(map(len, by_rank))
-    hashes = torch.zeros(total, 2, dtype=torch.int64, device=storage.device)
+    numbers = torch.zeros(total, 3, dtype=torch.int64, device=storage.device)
     for shard, slot in zip(shards, first_slot, strict=True):
         for number, span in enumerate(shard.spans):
-            hashes[slot + number] = hash_bits(shard.weight[span.part])
-    rows = communicator.gather_numbers(hashes.flatten(), label="copies").cpu().view(communicator.world, total, 2)
+            numbers[slot + number, :2] = hash_bits(shard.weight[span.part])
+            norm = torch.linalg.vector_norm(shard.update[span.part], dtype=torch.float64)
+            numbers[slot + number, 2] = norm.view(torch.int64)
+    rows = communicator.gather_numbers(numbers.flatten(), label="copies").cpu().view(communicator.world, total, 3)
+    norms = rows[..., 2].contiguous().view(torch.float64)
     for shard, by_rank, slot in zip(shards, places, first_slot, strict=True):
         for number, span in enumerate(shard.spans):
             first = shard.plan.copies(span, me)[0]
-            theirs = rows[first, slot + by_rank[first][span[:-1]]]
-            if not torch.equal(rows[me, slot + number], theirs):
+            mine, theirs = (me, slot + number), (first, slot + by_rank[first][span[:-1]])
+            who = f"on rank {me} of domain {domain!r} than on rank {first}, which hold copies of the same part of it"
+            if not torch.equal(rows[mine][:2], rows[theirs][:2]):
+                return f"param {span.fqn!r} has other values {who}: {_ADVICE}"
+            norm, other = float(norms[mine]), float(norms[theirs])
+            # Where one is missing, or not finite, that is what there is to say. Copies of a sum may round differently.
+            if norm and other and abs(norm - other) > _NORM_TOLERANCE * max(norm, other):
                 return (
-                    f"param {span.fqn!r} has other values on rank {me} of domain {domain!r} than on rank {first}, which hold copies of "
-                    f"the same part of it: {_ADVICE}"
+                    f"param {span.fqn!r} has another gradient {who} (norm {norm:.4g}, there {other:.4g}): it was not reduced, and "
+                    "copies would drift apart. fully_shard() and parallelize_module() reduce gradients of DTensors; average those "
+                    "of plain params over all ranks before step(), or shard them too."
                 )
     return ""
+
+
+def check_gradients(params: Mapping[str, Tensor], communicator: Communicator) -> None:
+    """Raise on every rank, naming a param, unless all ranks have the same gradients: somebody else was to reduce them."""
+    named = sorted(params.items())
+    grads = grads_of(param for _, param in named)
+    flat = [
+        param.detach().view(-1)[:0] if grad is None else grad.detach().reshape(-1)
+        for (_, param), grad in zip(named, grads, strict=True)
+    ]
+    differs = _first_difference(flat, communicator)
+    if differs is not None:
+        number, rank = differs
+        raise StateError(
+            f"the gradient of param {named[number][0]!r} has other values on rank {rank} than on rank 0: nobody has reduced it, and "
+            "weights would drift apart. The last backward before step() must be a synchronised one (outside of no_sync()) of the "
+            "DistributedDataParallel, through its own forward; or wrap the module in layerwise.DataParallel, which reduces gradients "
+            "itself."
+        )

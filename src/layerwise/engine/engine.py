@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
-from layerwise.comm.groups import Domain, Groups, ProcessGroup, derive_together, device_of, tie_groups
+from layerwise.comm.groups import Domain, Groups, ProcessGroup, check_reach, derive_together, device_of, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.comm.sharded import is_sharded, local_of, reshard
 from layerwise.engine.copies import check_copies
-from layerwise.engine.gradients import Gradients, OwnGradients
+from layerwise.engine.gradients import CopiedGradients, Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer, StepCount
 from layerwise.engine.traffic import Traffic
@@ -26,7 +26,7 @@ from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.layout.meshes import Placed
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.memory.hooked import hook, is_hooked, unhook
+from layerwise.memory.hooked import claim, hook, is_claimed, unhook
 from layerwise.memory.storage import Storage, one_device
 from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
 from layerwise.models.tree import ModuleTree
@@ -108,20 +108,20 @@ def refuse_sharded(params: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _refuse_claimed(params: Mapping[str, nn.Parameter]) -> None:
-    """Raise if a param lies in somebody else's buffers already, or not all of them on one device."""
-    if any(map(is_hooked, params.values())):
+def _refuse_claimed(params: Mapping[str, nn.Parameter], groups: Groups) -> None:
+    """Raise if a param lies in somebody else's buffers already, or not all of them on one device that ranks can reach."""
+    if any(map(is_claimed, params.values())):
         gc.collect()  # a wrapper that nobody has any more may be waiting for that, in a cycle with a scheduler
     for fqn, param in params.items():
-        if is_hooked(param):
+        if is_claimed(param):
             raise StateError(
-                f"param {fqn!r} lies in the buffers of a DataParallel already: its gradients go there. Wrap a model once and "
-                "pass the wrapped model on. To wrap it anew, call unwrap() of the one that has it, or drop that and its "
-                "optimizer."
+                f"param {fqn!r} lies in the buffers of a DataParallel or of an Optimizer already: updates go there. Wrap a model "
+                "once and pass the wrapped model on; a DistributedDataParallel has one Optimizer. To begin anew, call unwrap() of "
+                "the DataParallel that has it, or drop that and its optimizer."
             )
     trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
     if trainables:
-        one_device(trainables)
+        check_reach(groups, one_device(trainables))
 
 
 def _is_channels_last(param: Tensor) -> bool:
@@ -185,8 +185,8 @@ class Engine:
                     f"{self.communicators[shard.domain].world}: shards would have no owner."
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
-        held = {fqn: local_of(param) for fqn, param in trainables.items()}
-        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), held)
+        held_of = None if placed is None else local_of
+        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), held_of)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
         self.publisher = Publisher(
@@ -203,6 +203,10 @@ class Engine:
         self.gradients: Gradients
         if self.plan.options.memory == "params":
             self.gradients = OwnGradients(self.storage)
+        elif self.plan.options.gradients == "params":
+            self.gradients = CopiedGradients(self.storage)
+            for param in self.storage.params.values():
+                claim(param, self.gradients)
         else:
             self.gradients = GradReducer(
                 self.storage,
@@ -262,7 +266,7 @@ class Engine:
     def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
         if self._placed is None:
             refuse_sharded(params)
-        _refuse_claimed(params)
+        _refuse_claimed(params, self.groups)
         plan = plan_for(
             self.chunks,
             self.settings.options,

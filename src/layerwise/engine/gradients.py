@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layerwise.comm.sharded import grad_here, is_sharded
-from layerwise.memory.hooked import grad_of, take_grad
+from layerwise.comm.sharded import Elsewhere, is_sharded, local_of, on_one_mesh
+from layerwise.memory.hooked import grad_of, grads_of, take_grad
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
 
@@ -43,6 +43,10 @@ class Gradients(Protocol):
     """Brings gradients to shards."""
 
     said: Said
+    are_reduced: bool
+    """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
+    are_copies: bool
+    """Whether somebody else has made all of them the same on every rank."""
     when_dropped: Callable[[], None]
     """Called when gradients are forgotten whose reduction has begun: all ranks have to forget the same."""
 
@@ -69,10 +73,6 @@ class Gradients(Protocol):
         """Add what came late, of these params: the same ones on every rank."""
 
     @property
-    def are_reduced(self) -> bool:
-        """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
-
-    @property
     def common_divisor(self) -> float:
         """What makes averages of most sums: norms are taken of sums that have this one."""
 
@@ -88,9 +88,14 @@ class Gradients(Protocol):
 
 class OwnGradients:
     """The params' own `.grad`, reduced by others or by nobody. In fp32 they are worked on where they are: a step holds no
-    second copy of them, and they are gone afterwards."""
+    second copy of them, and they are gone afterwards.
 
-    late: frozenset[str] = frozenset()
+    A gradient that is not placed as its param is (a sum that torch has put off) is brought there by a collective, so ranks
+    must know of each other that they have one. They do after the first step that brings it, where such a gradient counts as
+    late. From then on all of them take part in every step, also who has none.
+    """
+
+    are_copies = False
     are_reduced = True
     common_divisor = 1.0
 
@@ -100,7 +105,11 @@ class OwnGradients:
         self._params = storage.params
         self._shards = [(fqn, shard) for shard in storage.shards for fqn in shard.plan.fqns]
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)
+        self._shard_of = dict(self._shards)
         self._bound: list[str] = []
+        self._seen: set[int] = set()
+        self._elsewhere: dict[str, Elsewhere] = {}
+        self.late: frozenset[str] = frozenset()
 
     @property
     def has_gradients(self) -> bool:
@@ -114,34 +123,81 @@ class OwnGradients:
         for fqn, param in self._params.items():
             grad = grad_of(param)
             if grad is not None:
-                refuse_sparse(fqn, grad)
-                if is_sharded(param) and not is_sharded(grad):
-                    raise TypeError(
-                        f"param {fqn!r} is a DTensor and its .grad is not: expected a DTensor with the param's placements, as backward "
-                        "brings it. Make it with torch.distributed.tensor.distribute_tensor()."
-                    )
+                self._place_of(fqn, param, grad)
+
+    def _place_of(self, fqn: str, param: Tensor, grad: Tensor) -> Elsewhere | None:
+        """Where a gradient is, if not where its param is; raises unless it is as it must be."""
+        refuse_sparse(fqn, grad)
+        if not is_sharded(param):
+            return None
+        if not is_sharded(grad):
+            raise TypeError(
+                f"param {fqn!r} is a DTensor and its .grad is not: expected a DTensor with the param's placements, as backward "
+                "brings it. Make it with torch.distributed.tensor.distribute_tensor()."
+            )
+        found, known = Elsewhere.of(param, grad), self._elsewhere.get(fqn)
+        if found is not None and not on_one_mesh(param, grad):
+            raise ValueError(
+                f"the .grad of param {fqn!r} is on another mesh than the param: expected the same. Make it there with "
+                "torch.distributed.tensor.distribute_tensor()."
+            )
+        if known is not None and known != found:
+            raise ValueError(
+                f"the .grad of param {fqn!r} had the placements {known.placements} in steps before and has others now: ranks would "
+                "not know what to send each other. Call grad.redistribute() to the param's placements in every step, or in none."
+            )
+        return found
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
-        missing, seen = set(), set()
-        self._bound = []
+        missing, late = set(), set()
+        self._bound, self._seen = [], set()
         for fqn, shard in self._shards:
-            param = self._params[fqn]
-            grad = grad_of(param)
-            if grad is None or grad.is_sparse or is_sharded(grad) is not is_sharded(param):
+            grad, place = self._usable(fqn)
+            if fqn in self._elsewhere:
+                grad = self._bring(fqn, grad)
+            elif place is not None:
+                late.add(fqn)
+                grad = torch.zeros_like(shard.master)
+            if grad is None:
                 if shard.spans:  # who holds nothing of a param misses nothing
                     missing.add(fqn)
                 shard.update = torch.zeros_like(shard.master)
-                continue
-            self._bound.append(fqn)
-            shard.update = _flat(grad_here(param, grad))
-            if shard.update.data_ptr() in seen and shard.update.numel():
-                shard.update = shard.update.clone()  # one tensor as the gradient of two params
-            seen.add(shard.update.data_ptr())
+            else:
+                self._bound.append(fqn)
+                self._bind(shard, local_of(grad))
+        self.late = frozenset(late)
         return frozenset(missing)
 
+    def _usable(self, fqn: str) -> tuple[Tensor | None, Elsewhere | None]:
+        """A param's gradient, if there is one that `check` finds nothing wrong with, and where it is."""
+        param = self._params[fqn]
+        grad = grad_of(param)
+        try:
+            return grad, None if grad is None else self._place_of(fqn, param, grad)
+        except (TypeError, ValueError):
+            return None, None
+
+    def _bring(self, fqn: str, grad: Tensor | None) -> Tensor | None:
+        """A gradient where its param is, if this rank has one. All ranks call it."""
+        brought = self._elsewhere[fqn].brought(self._params[fqn], grad)
+        return None if grad is None else brought
+
+    def _bind(self, shard: Shard, grad: Tensor) -> None:
+        """Have a shard's update be a gradient."""
+        shard.update = _flat(grad)
+        if shard.update.data_ptr() in self._seen and shard.update.numel():
+            shard.update = shard.update.clone()  # one tensor as the gradient of two params
+        self._seen.add(shard.update.data_ptr())
+
+    @torch.no_grad()
     def reduce_again(self, fqns: Iterable[str]) -> None:
-        """Nothing is on its way."""
+        for fqn in sorted(fqns):
+            grad, place = self._usable(fqn)
+            if grad is not None and place is not None:
+                self._elsewhere[fqn] = place
+                self._bind(self._shard_of[fqn], place.brought(self._params[fqn], grad))
+        self.late = frozenset()
 
     def settle(self) -> None:
         """Nothing is on its way."""
@@ -156,6 +212,67 @@ class OwnGradients:
         self._bound = []
         for _, shard in self._shards:
             shard.update = self._nothing
+
+
+class CopiedGradients:
+    """The params' own `.grad`, which somebody else has made the same on every rank, where weights are in our buffers. Each
+    shard's part is copied to its update, and nothing else: they stay as they are, for whoever clips, logs or zeroes them."""
+
+    are_copies = True
+    are_reduced = True
+    common_divisor = 1.0
+    late: frozenset[str] = frozenset()
+
+    def __init__(self, storage: Storage) -> None:
+        self.said = Said()
+        self.when_dropped: Callable[[], None] = lambda: None
+        self._params = storage.params
+        self._parts = [
+            (span.fqn, slice(span.start, span.stop), shard.update[span.part])
+            for shard in storage.shards
+            for span in shard.spans
+        ]
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(grad is not None for grad in grads_of(self._params.values()))
+
+    @property
+    def arrived(self) -> frozenset[str]:
+        grads = zip(self._params, grads_of(self._params.values()), strict=True)
+        return frozenset(fqn for fqn, grad in grads if grad is not None)
+
+    def check(self) -> None:
+        for fqn, grad in zip(self._params, grads_of(self._params.values()), strict=True):
+            if grad is not None:
+                refuse_sparse(fqn, grad)
+
+    @torch.no_grad()
+    def finish(self) -> frozenset[str]:
+        found: list[Tensor] = []
+        filled: list[Tensor] = []
+        for fqn, part, update in self._parts:
+            grad = grad_of(self._params[fqn])
+            if grad is None or grad.is_sparse:
+                update.zero_()
+            else:
+                found.append(grad.detach().reshape(-1)[part])
+                filled.append(update)
+        if filled:
+            torch._foreach_copy_(filled, found)
+        return frozenset(self._params) - self.arrived
+
+    def reduce_again(self, fqns: Iterable[str]) -> None:
+        """Nothing is on its way."""
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def divisor_of(self, shard: Shard) -> float:
+        return 1.0
+
+    def forget(self) -> None:
+        self.said = Said()
 
 
 def _flat(grad: Tensor) -> Tensor:

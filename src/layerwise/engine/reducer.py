@@ -69,6 +69,8 @@ class _Progress:
 class GradReducer:
     """Accumulates gradients into buckets and reduces the buckets."""
 
+    are_copies = are_reduced = False
+
     def __init__(
         self,
         storage: Storage,
@@ -368,8 +370,6 @@ class GradReducer:
         self._unwanted.add(fqn)
         if len(self._unwanted) == len(self._bucket_of):
             self.forget()
-
-    are_reduced = False
 
     @property
     def common_divisor(self) -> float:

@@ -119,3 +119,5 @@ def reduction_of(replica: Replica, grad_dtype: DType, communicator: Communicator
             return _Everywhere(replica, grad_dtype, communicator, divide)
         case "ordered" | "ordered_bf16":
             return _Ordered(replica, grad_dtype, communicator, divide)
+        case "none":
+            raise ValueError(f"{replica.plan.label} is not reduced: its params' own gradients are.")

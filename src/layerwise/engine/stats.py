@@ -156,8 +156,9 @@ class _Parts(NamedTuple):
 class StatsPass:
     """Collects and reduces the statistics of one step's gradients, over all ranks of all stages and domains.
 
-    Every element of every gradient is counted once: by the rank that holds it, by the first of a domain where all of
-    its ranks do, and by the first stage where several have a copy of the weight.
+    Every element of every gradient is counted once: by the rank that holds it, by the first where several hold copies, and
+    by the first stage where several have a copy of the weight. The other copies are looked at too, for inf and NaN: one that
+    only a single replica has would be taken there and nowhere else.
     """
 
     def __init__(
@@ -173,14 +174,12 @@ class StatsPass:
         position = {fqn: index for index, (stage, fqn) in enumerate(self._entries) if stage == self._stage}
         self._position = position
         group_position = {name: index for index, name in enumerate(self.names)}
-        pairs = [
-            (shard, span)
-            for shard in storage.shards
-            if _is_first_copy(shard, engine)
-            for span in shard.spans
-            if shard.plan.copies(span, storage.ranks[shard.plan.domain])[0] == storage.ranks[shard.plan.domain]
-        ]
+        pairs = [(shard, span) for shard in storage.shards if _is_first_copy(shard, engine) for span in shard.spans]
         self._pairs = pairs
+        counts = [
+            shard.plan.copies(span, storage.ranks[shard.plan.domain])[0] == storage.ranks[shard.plan.domain]
+            for shard, span in pairs
+        ]
         self._device = storage.device
         ties = sorted(engine.roster.copies.items())
         self._tie_position = {tie: len(groups.stages) + index for index, (tie, _) in enumerate(ties)}
@@ -195,7 +194,12 @@ class StatsPass:
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
         )
-        self._updates = UpdateParts(((shard, span.part) for shard, span in self._pairs), stay=storage.keeps_updates)
+        self._updates = UpdateParts(((shard, span.part) for shard, span in pairs), stay=storage.keeps_updates)
+        self._counts = torch.tensor(counts, dtype=torch.bool, device=self._device)
+        self._counted_updates = UpdateParts(
+            ((shard, span.part) for (shard, span), is_counted in zip(pairs, counts, strict=True) if is_counted),
+            stay=storage.keeps_updates,
+        )
         holders = _holders(engine)
         self._everywhere = torch.tensor(
             [
@@ -236,11 +240,10 @@ class StatsPass:
         parts.missing.copy_(self._flags(mine.missing))
         vector = known.to(self._device, non_blocking=True)
         parts = self._parts(vector)
-        spans = self._updates.now()
-        sums = square_sums(spans).to(self._device) * self._weights(divisors)
-        parts.groups.copy_(group_sums(sums, self._groups, len(self.names)))
+        sums = square_sums(self._updates.now()).to(self._device) * self._weights(divisors)
+        parts.groups.copy_(group_sums(torch.where(self._counts, sums, 0.0), self._groups, len(self.names)))
         if self._zeros:
-            parts.zeros.add_(count_zeros(spans))
+            parts.zeros.add_(count_zeros(self._counted_updates.now()))
         # Counts are exact in any order.
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()

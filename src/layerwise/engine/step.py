@@ -13,6 +13,7 @@ from layerwise.comm.groups import agree_despite
 from layerwise.comm.roster import check_alike
 from layerwise.dtypes import DType
 from layerwise.engine.algorithms import LiveOptions
+from layerwise.engine.copies import check_gradients
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.loss_scale import LossScale, LossScaler
@@ -107,6 +108,7 @@ class Stepper:
         self.stats = StepStats()
         self._changed: set[str] = set()
         self._has_checked_replicas = False
+        self._has_checked_gradients = False
         self._is_half_way = False
         engine.count.steps = 0  # an optimizer before this one may have counted
         self._is_stepping = False
@@ -179,11 +181,16 @@ class Stepper:
         )
         divisors = self._divisors()
         totals = self._stats_pass.reduce(seen, divisors)
-        if totals.late and totals.consistent:
+        is_partial = gradients.are_reduced and bool(totals.partly_missing)  # then not all would take part
+        if totals.late and totals.consistent and not is_partial:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
             totals = self._stats_pass.reduce(replace(seen, late=gradients.late), divisors)
         self._check_agreement(totals, problem, settings, live)
+        if gradients.are_copies and not totals.nonfinite:
+            if not self._has_checked_gradients or engine.settings.check_replicas:
+                check_gradients(engine.storage.params, engine.everyone)
+            self._has_checked_gradients = True
         return totals
 
     def clip_next_step(self, max_norm: float, live: Live) -> float:
@@ -229,7 +236,7 @@ class Stepper:
 
     def free(self) -> None:
         """Let go of staging memory."""
-        self.update.slots.free()
+        self.update.free()
 
     def refuse_half_way(self) -> None:
         """Raise if a step ended in between."""
@@ -337,8 +344,8 @@ class Stepper:
             ]
             raise StateError(
                 f"some ranks have a gradient and some have none: {listed(names)}. Whoever reduced gradients did so on all ranks that "
-                "hold a part of a param, so expected one on all of them or on none. Run the same modules on every rank; zero_grad() "
-                "on all of them goes on from here."
+                "hold a part of a param, so expected one on all of them or on none. Run the same modules on every rank, or use "
+                "find_unused_parameters=True of DistributedDataParallel; zero_grad() on all ranks goes on from here."
             )
         if self._policy.strict_grads and totals.missing:
             world = self._engine.plan.world

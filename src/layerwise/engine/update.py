@@ -17,6 +17,7 @@ from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
+from layerwise.kernels.recorded import Recorder
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
 from layerwise.memory.parts import UpdateParts
@@ -47,6 +48,14 @@ def _runs_of(shard: Shard, group_of: Mapping[str, int]) -> list[_Run]:
     return runs
 
 
+class AtHome(NamedTuple):
+    """Some state that lives with a matrix."""
+
+    shape: tuple[int, ...]
+    first: int
+    """The first of the matrix's homes, which speaks for all."""
+
+
 class Update:
     """Everything between reduced gradients and new masters, on this rank."""
 
@@ -63,6 +72,7 @@ class Update:
         self._works = engine.plan.works if exchange else ()
         self._device = engine.storage.device
         self._groups = groups
+        self._recorder = Recorder()
         self._matrix_groups, self._other_groups = (
             [index for index, group in enumerate(groups) if group.rule.is_matrix_rule is wanted]
             for wanted in (True, False)
@@ -225,7 +235,7 @@ class Update:
         """The orthogonalised update of a batch. Rules see logical matrices; storage order comes back."""
         algorithm = MATRIX[self._groups[batch.group].rule.kind]
         logical = update_BMN.mT if batch.transposed else update_BMN
-        direction = algorithm.direction(logical, options, self._home_state[batch])
+        direction = algorithm.direction(logical, options, self._home_state[batch], self._recorder)
         return direction.mT.contiguous() if batch.transposed else direction
 
     def _take_home(self, cohort: Cohort, passage: Passage, options: Sequence[LiveOptions]) -> None:
@@ -241,6 +251,11 @@ class Update:
     ) -> None:
         """Take directions off the masters this rank owns, each region with the factor of its matrix."""
         subtract_scaled_([region.master for region in regions], directions, factors.under(options))
+
+    def free(self) -> None:
+        """Let go of memory that only a step needs."""
+        self.slots.free()
+        self._recorder.free()
 
     def products(self, options: Sequence[LiveOptions]) -> dict[str, str]:
         """Which kernels multiply, and why, for every `ns_dtype` of the matrix rules."""
@@ -262,6 +277,17 @@ class Update:
                     tensors["master"] = shard.master
                 spans = shard.spans_by_fqn.get(fqn, [])
                 found[fqn] = {name: _parts_of(tensor, spans) for name, tensor in tensors.items()}
+        return found
+
+    def at_home(self) -> dict[tuple[str, str], AtHome]:
+        """What homes keep, of every matrix, by the param and the name of its state; the same on every rank."""
+        found: dict[tuple[str, str], AtHome] = {}
+        for work in self._works:
+            for item in work.items:
+                rule = self._groups[self._group_of[item.matrix.fqn]].rule
+                if rule.is_matrix_rule:
+                    for name, shape in rule.home_state(*item.matrix.logical_shape).items():
+                        found[item.matrix.fqn, f"{name}.{item.matrix.index}"] = AtHome(tuple(shape), item.homes[0])
         return found
 
     def home_state_by_fqn(self) -> dict[str, dict[str, Tensor]]:

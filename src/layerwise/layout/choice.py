@@ -184,7 +184,8 @@ def exposed_nbytes(buckets: Sequence[BucketPlan], reductions: Sequence[CommOp], 
     """Bytes that are still to be reduced when backward ends, if backward makes gradients as fast as the wire reduces
     them."""
     ready = wire_free = 0
-    for bucket, op in zip(buckets, reductions, strict=True):
+    reduced = [bucket for bucket in buckets if bucket.reducer != "none"]
+    for bucket, op in zip(reduced, reductions, strict=True):
         full = sum(placement.numel for placement in bucket.placements) * grad_dtype.itemsize
         ready += wire_nbytes("reduce_scatter", full, bucket.world)
         wire_free = max(ready, wire_free) + max(map(op.nbytes, range(bucket.world if op.sent else 1)))
@@ -197,8 +198,12 @@ def _memory(buffers: Sequence[BufferPlan], grad_dtype: DType, world: int) -> lis
     everywhere = 0
     for buffer in buffers:
         master = 0 if buffer.key.dtype is DType.FP32 else DType.FP32.itemsize
-        widened = 0 if grad_dtype is DType.FP32 else DType.FP32.itemsize
-        everywhere += buffer.numel * (buffer.key.dtype.itemsize + grad_dtype.itemsize)
+        if buffer.has_grads:
+            widened = 0 if grad_dtype is DType.FP32 else DType.FP32.itemsize
+            everywhere += buffer.numel * (buffer.key.dtype.itemsize + grad_dtype.itemsize)
+        else:  # a shard of the params' own gradients is copied
+            widened = DType.FP32.itemsize
+            everywhere += (buffer.numel + buffer.param_numel) * buffer.key.dtype.itemsize
         each = master + widened + DType.FP32.itemsize
         uneven = [0] * world
         for bucket in buffer.buckets:

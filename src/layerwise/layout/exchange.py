@@ -12,6 +12,7 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
+from layerwise.layout.boxes import BoxShards
 from layerwise.layout.intervals import Equal, held_equally
 from layerwise.layout.shards import Held, Ranks, ShardPlan, nearest, param_whole_on, pieces_of
 from layerwise.layout.spans import Region, numel_in, regions_of
@@ -169,7 +170,10 @@ def moved_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tup
             at_home = held[cohort].add_stretch(index, param.each, start, start + numel, home)
         else:
             runs = param.plan.holders(matrix)
-            if len(homes) > 1 or sum((stop - first) * count for first, stop, count in runs) != numel:
+            total = sum((stop - first) * count for first, stop, count in runs)
+            if total != numel and len(homes) == 1 and isinstance(param.plan, BoxShards):
+                runs, numel = param.plan.boxes.sources(matrix, home), total  # every copy gets it back
+            elif len(homes) > 1 or total != numel:
                 for sender, count, is_back in _copied_moves(param.plan, item):
                     (back if is_back else there)[sender] += count
                 continue
@@ -178,6 +182,31 @@ def moved_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tup
         back[home] += numel - at_home
     for cohort, (there, _) in totals.items():
         there[:] = map(add, there, held[cohort].by_rank())
+    return totals
+
+
+def received_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tuple[list[int], list[int]]]:
+    """Per cohort that may move: elements each home receives, and elements each rank gets back. Where there are no copies that
+    is what is sent the other way."""
+    totals: dict[int, tuple[list[int], list[int]]] = {}
+    held: dict[int, _Held] = {}
+    param: _Param | None = None
+    for matrix, index, homes, cohort in work.items:
+        if param is None or matrix.fqn != param.fqn:
+            param = _Param.of(plans[index], matrix)
+        if homes == param.whole_on:
+            continue
+        if cohort not in totals:
+            totals[cohort], held[cohort] = ([0] * work.world, [0] * work.world), _Held(work.world)
+        there, back = totals[cohort]
+        runs = param.plan.holders(matrix)
+        held[cohort].add(runs, homes[0])
+        for home in homes:
+            at_home = sum(count for first, stop, count in runs if first <= home < stop)
+            there[home] += matrix.rows * matrix.cols - at_home
+            back[home] -= at_home
+    for cohort, (_, back) in totals.items():
+        back[:] = map(add, back, held[cohort].by_rank())
     return totals
 
 

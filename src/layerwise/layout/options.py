@@ -22,6 +22,11 @@ Memory = Literal["buffers", "params"]
 MEMORIES: tuple[Memory, ...] = ("buffers", "params")
 """Whose memory a step works in: buffers that we lay out, or that of the params and their `.grad`, as they are."""
 
+GradSource = Literal["buckets", "params"]
+GRAD_SOURCES: tuple[GradSource, ...] = ("buckets", "params")
+"""Where a step's gradients come from. buckets: backward fills them, and we sum over ranks. params: the params' own `.grad`,
+which somebody else has reduced: whole, and the same on every rank that has a copy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -52,6 +57,8 @@ class Options:
     """Release full gradients as soon as they are reduced."""
     memory: Memory = "buffers"
     """Whose memory a step works in."""
+    gradients: GradSource = "buckets"
+    """Where gradients come from, where weights are in our buffers; those of a param in its own memory are its own."""
     staging: Staging = "slots"
     """Where the exchange has its staging memory."""
     cost: NewtonSchulz = DEFAULT_COST
@@ -74,7 +81,13 @@ class Options:
         _check_choice("reducer", self.reducer, REDUCERS)
         _check_choice("param_sync", self.param_sync, PARAM_SYNCS)
         _check_choice("memory", self.memory, MEMORIES)
+        _check_choice("gradients", self.gradients, GRAD_SOURCES)
         _check_choice("staging", self.staging, STAGINGS)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are ours to reduce."""
+        return self.memory == "buffers" and self.gradients == "buckets"
 
 
 def resolve_layout(layout: object) -> Layout | Literal["auto"]:

@@ -294,7 +294,7 @@ def compare_plans(
                 world_by_domain=world_by_domain,
                 layout=layout,
                 bucket_numel=options.bucket_numel,
-                reducer=options.reducer,
+                reducer=options.reducer if options.gradients == "buckets" else "none",
                 param_sync=options.param_sync,
                 cost=options.cost,
             )
@@ -378,6 +378,8 @@ def _refuse_combinations(plan: Plan) -> None:
         key, world = buffer.key, plan.world_by_domain[buffer.key.domain]
         if world == 1:
             continue
+        if not buffer.has_grads:
+            continue
         if options.reducer != "collective" and not buffer.buckets[0].shards.is_split:
             raise ValueError(
                 f"reducer={options.reducer!r} with layout 'replicated' (buffer {key.label}): an ordered sum arrives at the one "
@@ -388,6 +390,18 @@ def _refuse_combinations(plan: Plan) -> None:
                 f"shard_grads=True with layout {key.layout!r} (buffer {key.label}): its gradients are all-reduced, so every "
                 "rank keeps all of them. Use layout='flat' or 'padded', or reducer='ordered' with 'compact'."
             )
+    if options.gradients == "params":
+        for name, value, expected in (
+            ("grad_dtype", options.grad_dtype, DType.FP32),
+            ("reducer", options.reducer, "collective"),
+            ("shard_grads", options.shard_grads, False),
+            ("staging", options.staging, "slots"),
+            ("ties", tuple(plan.stages_by_tie), ()),
+        ):
+            if value != expected:
+                raise ValueError(
+                    f"{name}={value} with gradients='params': gradients are not ours to keep or to reduce then, expected {expected}."
+                )
     if options.staging == "gradients" and options.shard_grads:
         raise ValueError(
             "staging='gradients' with shard_grads=True: full gradients are released once they are reduced, so there are none "

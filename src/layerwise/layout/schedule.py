@@ -105,6 +105,8 @@ def reduce_op(bucket: BucketPlan, grad_dtype: DType) -> CommOp:
             sent = tuple(map(sub, repeat(bucket.numel), bucket.shard_numels()))
             wire = _STOCHASTIC_WIRE if bucket.reducer == "ordered_bf16" and bucket.world > 1 else grad_dtype
             return CommOp("reduce", "all_to_all", bucket.label, wire, sum(sent), bucket.world, sent, bucket.domain)
+        case "none":
+            raise ValueError(f"{bucket.label} is not reduced: its params' own gradients are.")
 
 
 def tie_op(bucket: BucketPlan, stages: int) -> CommOp:
@@ -177,7 +179,7 @@ def build_schedule(
         ((bucket, buffer.key) for buffer in buffers for bucket in buffer.buckets), key=lambda pair: pair[0].index
     )
     plan_by_index = {plan.index: plan for plan in shards}
-    ops = [reduce_op(bucket, grad_dtype) for bucket, _ in pairs]
+    ops = [reduce_op(bucket, grad_dtype) for bucket, _ in pairs if bucket.reducer != "none"]
     tied = sorted((bucket for bucket, _ in pairs if bucket.tie), key=lambda bucket: bucket.tie)
     ops.extend(tie_op(bucket, stages_by_tie[bucket.tie]) for bucket in tied)
     ops.append(stats_op(stats_numel, ranks))

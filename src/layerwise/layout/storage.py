@@ -81,7 +81,8 @@ class Placement:
     numel: int
 
 
-ReduceKind = Literal["reduce_scatter", "all_reduce", "ordered", "ordered_bf16"]
+ReduceKind = Literal["reduce_scatter", "all_reduce", "ordered", "ordered_bf16", "none"]
+"""What becomes of a bucket's gradient. none: there is none, since somebody else reduces the params' own."""
 PublishKind = Literal["all_gather", "uneven_all_gather", "broadcast", "none"]
 
 
@@ -207,6 +208,11 @@ class BufferPlan:
     key: BufferKey
     buckets: tuple[BucketPlan, ...]
     numel: int
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether there are gradients beside the weights, of the same length; or else params have their own."""
+        return self.buckets[0].reducer != "none"
 
     @property
     def param_numel(self) -> int:
@@ -347,7 +353,7 @@ def plan_storage(
     world_by_domain: Mapping[str, int],
     layout: Layout | Mapping[BufferGroup, Layout],
     bucket_numel: int | None,
-    reducer: Reducer = "collective",
+    reducer: Reducer | Literal["none"] = "collective",
     param_sync: ParamSync = "gather",
     cost: NewtonSchulz = DEFAULT_COST,
 ) -> tuple[BufferPlan, ...]:
@@ -393,7 +399,7 @@ def _publisher_of(facts: LayoutFacts, param_sync: ParamSync) -> PublishKind:
 def _number_buckets(
     cuts: Mapping[BufferKey, Sequence[_Cut]],
     table: ParamTable,
-    reducer: Reducer,
+    reducer: Reducer | Literal["none"],
     param_sync: ParamSync,
 ) -> tuple[BufferPlan, ...]:
     """Number all buckets by when their last gradient is due: the one order in which every rank reduces them."""

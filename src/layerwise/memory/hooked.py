@@ -41,6 +41,8 @@ class _Claim:
 
 _CLAIMS: MutableMapping[object, _Claim] = WeakIdKeyDictionary()
 """The claim on every hooked param. One whose keeper is gone is none."""
+_TAKEN: MutableMapping[object, weakref.ref[object]] = WeakIdKeyDictionary()
+"""Whose every param is that lies in somebody's buffers, hooked or not."""
 _WARNED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
 """Whose gradients were asked for in vain: said once."""
 
@@ -123,6 +125,7 @@ def _hooked_kind(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 def hook(fqn: str, param: nn.Parameter, keeper: GradKeeper) -> None:
     """From now on a param's gradients are its keeper's, for as long as that lives."""
+    claim(param, keeper)
     _CLAIMS[param] = _Claim(fqn, weakref.ref(keeper))
     if not isinstance(param, HookedParam):
         param.__class__ = _hooked_kind(type(param))
@@ -132,13 +135,20 @@ def unhook(params: Iterable[nn.Parameter]) -> None:
     """Params are as they were."""
     for param in params:
         _CLAIMS.pop(param, None)
+        _TAKEN.pop(param, None)
         if isinstance(param, HookedParam):
             param.__class__ = param.plain  # type: ignore[assignment]
 
 
-def is_hooked(param: nn.Parameter) -> bool:
-    """Whether somebody takes this param's gradients away."""
-    return _kept(param)[1] is not None
+def claim(param: nn.Parameter, whose: object) -> None:
+    """From now on a param lies in somebody's buffers, for as long as that lives."""
+    _TAKEN[param] = weakref.ref(whose)
+
+
+def is_claimed(param: nn.Parameter) -> bool:
+    """Whether a param lies in somebody's buffers."""
+    found = _TAKEN.get(param)
+    return found is not None and found() is not None
 
 
 def grad_of(param: Tensor) -> Tensor | None:

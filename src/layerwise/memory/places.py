@@ -27,20 +27,25 @@ class Places:
     param takes longer than the read.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], held_of: Callable[[Tensor], Tensor] | None = None) -> None:
+        """`held_of` is what this rank has of a param, where that may be another tensor within it: one that `module.to()`
+        exchanges, and whose version moves for other writers than that of the param."""
         self._params = list(params)
+        self._held_of = held_of
+        held = self._held()
         with DisableTorchFunctionSubclass():
-            self._addresses = list(map(_DATA_PTR, self._params))
-            self._shapes = list(map(_SHAPE, self._params))
-            self._dtypes = list(map(_DTYPE, self._params))
-            self._versions = list(map(_VERSION, self._params))
+            self._addresses = list(map(_DATA_PTR, held))
+            self._shapes = list(map(_SHAPE, held))
+            self._dtypes = list(map(_DTYPE, held))
+        self.note()
 
     def moved(self) -> list[int]:
         """Numbers of the params that do not lie where they did, or not in the same shape and dtype."""
+        held = self._held()
         with DisableTorchFunctionSubclass():
-            addresses = _differing(self._addresses, list(map(_DATA_PTR, self._params)))
-            shapes = _differing(self._shapes, list(map(_SHAPE, self._params)))
-            dtypes = _differing(self._dtypes, list(map(_DTYPE, self._params)))
+            addresses = _differing(self._addresses, list(map(_DATA_PTR, held)))
+            shapes = _differing(self._shapes, list(map(_SHAPE, held)))
+            dtypes = _differing(self._dtypes, list(map(_DTYPE, held)))
         return sorted({*addresses, *shapes, *dtypes})
 
     def with_grads(self) -> list[int]:
@@ -50,14 +55,19 @@ class Places:
 
     def written(self) -> list[int]:
         """Numbers of the params that were written since this was asked or noted last."""
-        before = self._versions
+        before, held_before = self._versions, self._held_versions
         self.note()
-        return _differing(before, self._versions)
+        return sorted({*_differing(before, self._versions), *_differing(held_before, self._held_versions)})
 
     def note(self) -> None:
         """Versions are to be what they are now."""
+        held = self._held()
         with DisableTorchFunctionSubclass():
             self._versions = list(map(_VERSION, self._params))
+            self._held_versions = self._versions if held is self._params else list(map(_VERSION, held))
+
+    def _held(self) -> list[Tensor]:
+        return self._params if self._held_of is None else list(map(self._held_of, self._params))
 
 
 def _differing(before: list[Any], now: list[Any]) -> list[int]:

@@ -3,7 +3,7 @@ own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +70,17 @@ class Storage:
         params: Mapping[str, nn.Parameter],
         ranks: Mapping[str, int],
         other: torch.device = _CPU,
-        held: Mapping[str, Tensor] | None = None,
+        held_of: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`other` is the device of what is not trained: that of a model that trains nothing. `held` is what this rank has of
-        each param, where that is not all of it."""
+        """`other` is the device of what is not trained: that of a model that trains nothing. `held_of` is what this rank has
+        of a param, where that may not be all of it."""
         self.plan = plan
         self.ranks = dict(ranks)
         """This rank's number in every domain."""
         self.params = dict(params)
-        self.held: dict[str, Tensor] = dict(params if held is None else held)
+        self.held: dict[str, Tensor] = {
+            fqn: param if held_of is None else held_of(param) for fqn, param in params.items()
+        }
         """What this rank has of each param: itself, or its part."""
         planned = {fqn for shard in plan.shards for fqn in shard.fqns}
         if planned != self.params.keys():
@@ -93,7 +95,7 @@ class Storage:
             self._own_shard(shard) for shard in plan.shards
         )
         self._fqns = tuple(self.params)
-        self._places = Places(tuple(self.held.values()))
+        self._places = Places(tuple(self.params.values()), held_of)
 
     @property
     def keeps_updates(self) -> bool:
@@ -114,6 +116,8 @@ class Storage:
 
     def _gradients(self, buffer: BufferPlan) -> tuple[Tensor | None, GradRing | None]:
         dtype = torch_dtype(self.plan.grad_dtype)
+        if not buffer.has_grads:
+            return None, None
         if self.plan.leases_grads(buffer):
             return None, GradRing(max(bucket.numel for bucket in buffer.buckets), dtype, self.device)
         return torch.zeros(buffer.numel, dtype=dtype, device=self.device), None
@@ -215,15 +219,36 @@ class Storage:
 
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
-        increment_version(list(self.held.values()))
+        apart = (held for fqn, held in self.held.items() if held is not self.params[fqn])
+        increment_version([*self.params.values(), *apart])
         self._places.note()
+
+    @torch.no_grad()
+    def take_back(self) -> set[str]:
+        """Move params that were given other memory into their buffers again, with the values that they have. Trainers of others
+        have a module for their own, and move it to where it is once more. Who wraps a module keeps it: there it is refused,
+        as are other shapes, dtypes and devices. Returns which ones."""
+        if not self.replicas or self.plan.options.reduces:
+            return set()
+        found = set()
+        for number in self._places.moved():
+            fqn = self._fqns[number]
+            param = self.params[fqn]
+            replica, part, shape = self._grad_parts[fqn]
+            view = _of_its_own(replica.weights[part])
+            if (param.shape, param.dtype, param.device) == (shape, view.dtype, view.device):
+                view = view.view(shape)
+                view.copy_(param.data)
+                param.data = view
+                found.add(fqn)
+        return found
 
     @torch.no_grad()
     def pull_changed_params(self) -> set[str]:
         """Take over weights that the user changed in place (`load_state_dict`, `param.copy_()`): the change counts, as
         it would with any torch optimizer. We write through the replica and never through the param, so its version
         moves only for others. Returns which ones."""
-        changed = {self._fqns[number] for number in self._places.written()}
+        changed = self.take_back() | {self._fqns[number] for number in self._places.written()}
         for shard in self.shards if changed else ():
             for span in shard.spans:
                 if span.fqn in changed:

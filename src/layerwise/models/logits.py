@@ -40,7 +40,8 @@ class MaxLogits:
         if values.shape != self.values.shape:
             raise ValueError(
                 f"attention of module {self.name!r} has largest logits of shape {tuple(values.shape)}: expected one for each "
-                f"of the {self.n_heads} heads that its attention_heads() has."
+                f"of the {self.n_heads} heads that its attention_heads() has. Where tensor parallelism leaves a rank some heads only, give "
+                "AttentionHeads records=True and call layerwise.record_logits() with -inf for the others."
             )
         # torch.maximum keeps NaN, which a collective would drop.
         self.values.copy_(torch.maximum(self.values, values.detach().to(self.values)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -13,51 +12,55 @@ from torch import Tensor, nn
 from layerwise.comm.groups import (
     ProcessGroup,
     agree,
-    alone,
     any_rank,
-    check_still_alone,
-    default_world,
     derive_together,
 )
 from layerwise.comm.roster import check_alike
-from layerwise.comm.sharded import groups_of, is_sharded, like, placements_of, reshard
+from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
 from layerwise.engine.algorithms import LiveOptions
-from layerwise.engine.engine import Engine, Settings
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.param_groups import live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
+from layerwise.engine.update import AtHome
 from layerwise.errors import StateError, warn
-from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
-from layerwise.models.forward.evidence import evidence_for
-from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.models.tracing import never_traced
+from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
 from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
+from layerwise.optim.whole import part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Steps a `DataParallel` model, a module that torch's `fully_shard` or `parallelize_module` has cut, or a plain one in a
-    single process.
+    """Steps a `DataParallel` model, a `DistributedDataParallel` one, a module that torch's `fully_shard` or
+    `parallelize_module` has cut, or a plain one in a single process.
 
-    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called.
+    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Gradients
+    that somebody else has reduced are left as they are: call `zero_grad()`, as with any torch optimizer.
 
     Args:
-        model: a `DataParallel`, or an `nn.Module`, whose params may be DTensors.
+        model: a `DataParallel`, a `DistributedDataParallel`, or an `nn.Module`, whose params may be DTensors.
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
         rules: routing rules for a plain module; a wrapped one has its own.
         strict: strict routing for a plain module, as in `DataParallel`.
         example_inputs: inputs for a plain module, whose forward is followed on them, as in `DataParallel`.
         routing: "table", "trace" or the path of a recorded routing, for a module that is not wrapped, as in `DataParallel`.
-        process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes.
+        process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes. Of a plain one
+            with reduced gradients, the ranks that they are reduced over; None means all of them.
+        gradients: "reduced" for a plain module on several ranks whose `.grad`s are the same on all of them by the time of
+            `step()`, because it will be wrapped in a `DistributedDataParallel`, as trainers do, or reduced by hand. A
+            `DistributedDataParallel` is known to be that.
+        layout: where optimizer state lives, with reduced gradients: as in `DataParallel`. All but "replicated" shard it.
+        check_replicas: with reduced gradients, compare a hash of all weights and gradients across ranks at every step, and
+            not at the first only; slow, for debugging.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
         norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
@@ -84,6 +87,9 @@ class Optimizer(torch.optim.Optimizer):
         example_inputs: object = None,
         routing: str | PathLike[str] = "table",
         process_group: ProcessGroup | None = None,
+        gradients: Reduced | None = None,
+        layout: str | None = None,
+        check_replicas: bool = False,
         clip_grad_norm: float | None = None,
         clip: ClipScope = "all",
         norm_groups: Mapping[str, str] | None = None,
@@ -95,12 +101,23 @@ class Optimizer(torch.optim.Optimizer):
         strict_grads: bool = False,
         max_skipped: int | None = None,
     ) -> None:
-        self._engine = _engine_of(model, rules, strict, process_group, (example_inputs, routing))
+        asked = Asked(
+            rules=rules,
+            strict=strict,
+            example_inputs=example_inputs,
+            routing=routing,
+            gradients=gradients,
+            layout=layout,
+            check_replicas=check_replicas,
+            process_group=process_group,
+        )
+        self._engine = engine_of(model, asked)
         plan = self._engine.plan
         self._is_sealed = self._has_said_part = False
+        self._whole: dict[str, dict[str, Tensor]] | None = None
 
         def plan_arguments() -> StepPlan:
-            self._refuse(rules, strict or example_inputs is not None or routing != "table")
+            refuse_unfit(self._engine, asked)
             return StepPlan(
                 groups=plan_groups(plan, matrix=matrix, other=other),
                 norm_group_of=assign_norm_groups(
@@ -137,30 +154,15 @@ class Optimizer(torch.optim.Optimizer):
         home_state = self._stepper.update.home_state_by_fqn()
         for fqn, tensors in self._stepper.update.state_by_fqn().items():
             param = self._engine.storage.params[fqn]
-            if not self._is_wrapped:  # then state lies as its param does
+            if plan.options.memory == "params":  # then state lies as its param does
                 tensors = {STEP: self._steps, **{name: like(param, tensor) for name, tensor in tensors.items()}}
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self._engine.attach(self)
 
-    def _refuse(self, rules: object, routed: bool) -> None:
-        """Raise for what a wrapped model does not take."""
-        if self._is_wrapped and (rules is not None or routed):
-            raise ValueError(
-                "rules, strict, example_inputs or routing were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
-            )
-        self._engine.check_bound()
-        if self._engine.optimizer is not None:
-            gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
-        if self._engine.optimizer is not None:
-            raise StateError(
-                "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it, or "
-                "drop it (and schedulers that hold it) first."
-            )
-
     @property
     def _is_wrapped(self) -> bool:
         """Whether gradients go to buckets, and not to the params' own `.grad`."""
-        return self._engine.plan.options.memory == "buffers"
+        return self._engine.plan.options.reduces
 
     @property
     def plan(self) -> Plan:
@@ -209,6 +211,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._engine.check_bound()
+        self._whole = None
         # An update is what it is, also in the middle of a forward's autocast.
         with torch.autocast(self._engine.storage.device.type, enabled=False):
             self._stepper.step(self._live())
@@ -253,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):
         weights as they are: what the user wrote into them counts."""
         self._engine.check_bound()
         self._stepper.refuse_half_way()
-        if not self._has_said_part and self._engine.plan.is_split:
+        if not self._has_said_part and self._engine.plan.is_split and self._whole is None:
             self._has_said_part = True
             groups = self._engine.groups
             warn(
@@ -261,7 +264,30 @@ class Optimizer(torch.optim.Optimizer):
                 "save it on every rank, in a file of its own, and load that on the same rank.",
             )
         self._stepper.pull_changed()
-        return export_state(super().state_dict(), self._extra_state())
+        extra = self._extra_state()
+        packed = super().state_dict()
+        if self._whole is None:
+            return export_state(packed, extra)
+        fqns = [fqn for group in self.param_groups for fqn in group["fqns"]]
+        packed["state"] = {number: self._whole[fqn] for number, fqn in enumerate(fqns)}
+        return export_state(packed, extra, whole=True)
+
+    @never_traced
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Put the state of all ranks together on one: until the next step its `state_dict()` is the whole, in host memory,
+        and can be loaded on every rank of any number of them, in any layout. Call it on every rank. `ZeroRedundancyOptimizer`
+        of torch has the same, and trainers that know that one (Lightning) call it by themselves."""
+        engine = self._engine
+        engine.check_bound()
+        refuse_apart(engine)
+        self._stepper.refuse_half_way()
+        if engine.plan.options.memory == "params":
+            return  # a single process has the whole
+        engine.publisher.ensure_all()
+        self._stepper.pull_changed()
+        keep = to == engine.groups.rank
+        whole = put_together(self._state_by_fqn, engine.storage, self._at_home, engine.everyone, keep=keep)
+        self._whole = whole if keep else None
 
     @never_traced
     @torch.no_grad()
@@ -271,10 +297,11 @@ class Optimizer(torch.optim.Optimizer):
         engine, scaler = self._engine, self._stepper.scaler
         engine.check_bound()
         engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
+        engine.storage.take_back()
         fitting = derive_together(
             engine.groups,
             "state dicts",
-            lambda: fit_state(self, state_dict, self._extra_state(), fixed=("ns_dtype",)),
+            lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=("ns_dtype",)),
             lambda found: {"step": found.extra["step"], "loss_scale": found.extra["loss_scale"]},
         )
         loaded = fitting.extra["loss_scale"]
@@ -294,11 +321,23 @@ class Optimizer(torch.optim.Optimizer):
             engine.gradients.settle()
         engine.publisher.ensure_all()
         fitting.write(self)
+        self._whole = None
         engine.count.steps = fitting.extra["step"]
         self._steps.fill_(engine.count.steps)
         if scaler is not None and loaded is not None:
             scaler.load_state_dict(loaded)
         engine.publisher.begin()
+
+    @property
+    def _state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
+        return {fqn: self.state[param] for fqn, param in self._engine.storage.params.items()}
+
+    @property
+    def _at_home(self) -> dict[tuple[str, str], AtHome]:
+        return self._stepper.update.at_home()
+
+    def _my_part(self, state_dict: Mapping[str, object]) -> Mapping[str, object]:
+        return part_of(state_dict, self._state_by_fqn, self._engine.storage, self._at_home, self._extra_state())
 
     def _extra_state(self) -> ExtraState:
         scaler, groups = self._stepper.scaler, self._engine.groups
@@ -345,40 +384,3 @@ def _in_words(group: Mapping[str, object]) -> dict[str, str]:
         for name, value in sorted(group.items())
         if name not in ("params", "fqns", "name")
     }
-
-
-def _engine_of(
-    model: nn.Module,
-    rules: Sequence[RouteRule] | None,
-    strict: bool,
-    process_group: ProcessGroup | None,
-    followed: tuple[object, object],
-) -> Engine:
-    """The engine of a wrapped model, or a new one for a module that stays as it is: sharded by others, or in a single
-    process."""
-    engine = getattr(model, "engine", None)
-    if isinstance(engine, Engine):
-        check_still_alone(engine.groups)
-        return engine
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            "model is a DistributedDataParallel, which averages gradients and keeps every weight and all optimizer state on every "
-            "rank. Pass layerwise.DataParallel(module) in its place, made from the module that it wraps (model.module)."
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
-        )
-    options = Options(rules=rules, strict=strict, evidence=evidence_for((model,), *followed), memory="params")
-    settings = Settings(options=options, overlap_grad_reduce=False)
-    reshard((model,))
-    params = dict(named_params(model))
-    if any(map(is_sharded, params.values())):
-        groups, placed = placements_of(groups_of(params, process_group), params, domains_by_prefix(model))
-        return Engine((model,), groups, settings, placed)
-    if default_world() > 1:
-        raise ValueError(
-            f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. "
-            "Wrap it: layerwise.DataParallel(module)."
-        )
-    return Engine((model,), alone(), settings)

@@ -42,12 +42,12 @@ def describe_spans(storage: Storage) -> dict[str, list[int]]:
     return found
 
 
-def export_state(state_dict: dict[str, object], extra: ExtraState) -> dict[str, object]:
+def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: bool = False) -> dict[str, object]:
     """torch's state dict with what is ours beside it, and options as plain values: `torch.load` takes no others unless it is
-    told to."""
+    told to. A `whole` one is that of all ranks."""
     groups: Any = state_dict["param_groups"]
     plain = [{name: plain_option(value) for name, value in group.items()} for group in groups]
-    return {**state_dict, "param_groups": plain, _KEY: extra}
+    return {**state_dict, "param_groups": plain, _KEY: {**extra, "whole": True} if whole else extra}
 
 
 class Fitting(NamedTuple):

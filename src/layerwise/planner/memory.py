@@ -16,6 +16,7 @@ from layerwise.config.rules import Muon
 from layerwise.dtypes import DType
 from layerwise.layout.choice import spread
 from layerwise.layout.cost import newton_schulz_workspace
+from layerwise.layout.exchange import received_numel
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
@@ -34,8 +35,8 @@ class Memory:
     params: int
     """Replicas, padding included, and frozen params."""
     grads: int
-    """Full gradients (or the slots they are leased from), shards apart from them, and the fp32 copies that updates are
-    computed in where gradients are narrower."""
+    """Full gradients (or the slots they are leased from; the params' own, where others reduce them), shards apart from them,
+    and the fp32 copies that updates are computed in where gradients are narrower."""
     masters: int
     """Nothing where params are fp32: their own shard is the master."""
     state: int
@@ -134,7 +135,7 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
             # One domain after the other.
             batches = list(map(max, batches, spread(homes.batches, plan.world)))
             at_work = list(map(max, at_work, spread(homes.at_work, plan.world)))
-            passages.append([spread(passage, plan.world) for passage in _passages(work, schedule, sizes)])
+            passages.append([spread(passage, plan.world) for passage in _passages(plan, work, schedule, sizes)])
     grads = [full + apart for apart in grads]
     staged = list(map(max, reducing, batches))
     slots = map(add, staged, _own_slots(plan, passages))
@@ -167,6 +168,8 @@ def _is_ordered(buffer: BufferPlan) -> bool:
 
 def _full_grads(plan: Plan, buffer: BufferPlan) -> int:
     """Memory in which backward accumulates."""
+    if not buffer.has_grads:
+        return buffer.param_numel * buffer.key.dtype.itemsize
     if plan.leases_grads(buffer):
         slots = min(GRAD_SLOTS, len(buffer.buckets))
         return slots * max(bucket.numel for bucket in buffer.buckets) * plan.grad_dtype.itemsize
@@ -175,6 +178,8 @@ def _full_grads(plan: Plan, buffer: BufferPlan) -> int:
 
 def _bytes_per_held_element(plan: Plan, buffer: BufferPlan) -> int:
     """Bytes of a shard of the reduced gradient and of its fp32 copy, where they do not lie in the full gradient."""
+    if not buffer.has_grads:
+        return _FP32
     # An ordered sum is taken in fp32 and stays that.
     shard = DType.FP32 if _is_ordered(buffer) else plan.grad_dtype
     apart = plan.leases_grads(buffer) or shard is not plan.grad_dtype
@@ -245,14 +250,26 @@ def _homes_of(work: WorkPlan, rule: Muon, itemsizes: Sequence[int]) -> _Homes:
     )
 
 
-def _passages(work: WorkPlan, schedule: CommSchedule, sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Bytes of a slot for each cohort of a domain that moves, per rank."""
+def _passages(plan: Plan, work: WorkPlan, schedule: CommSchedule, sizes: Sequence[int]) -> list[Sequence[int]]:
+    """Bytes of a slot for each cohort of a domain that moves, per rank: whichever way takes more."""
     found: list[Sequence[int]] = []
+    # In buffers, what arrives is what goes back. Copies elsewhere all get it back, and one of them sends it.
+    received = received_numel(work, {shard.index: shard for shard in plan.own}) if plan.own else {}
     for cohort, itemsize in enumerate(sizes):
-        there, back = (schedule.find(phase, f"{work.domain} cohort {cohort}") for phase in _WAYS)
-        if there is not None and back is not None:
-            sent, received = ([numel * itemsize for numel in op.sent] for op in (there, back))
-            found.append(list(map(passage_nbytes, sent, received)))
+        ways = [schedule.find(phase, f"{work.domain} cohort {cohort}") for phase in _WAYS]
+        if not any(ways):
+            continue
+        there, back = (op.sent if op is not None else (0,) * work.world for op in ways)
+        arriving, returning = received.get(cohort, (back, there))
+        found.append(
+            [
+                max(
+                    passage_nbytes(sent * itemsize, arrived * itemsize),
+                    passage_nbytes(sent_back * itemsize, returned * itemsize),
+                )
+                for sent, arrived, sent_back, returned in zip(there, arriving, back, returning, strict=True)
+            ]
+        )
     return found
 
 

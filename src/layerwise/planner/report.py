@@ -14,9 +14,11 @@ from layerwise.config.layouts import facts_of
 from layerwise.dtypes import DType
 from layerwise.layout.choice import Choice
 from layerwise.layout.options import DEFAULT_OPTIONS, Options
+from layerwise.layout.placing import MeshSizes, placements_for
 from layerwise.layout.plan import Plan, compare_plans
 from layerwise.planner.memory import Memory, lagging_nbytes, worst_memory
 from layerwise.planner.rules import Rules, schedule_for
+from layerwise.planner.sharded import sharding_hint
 from layerwise.planner.timing import Traffic, Work, traffic_of, work_of
 from layerwise.routing.rules import suspicion
 from layerwise.routing.spec import DENSE, ParamSpec, ParamTable, table_of
@@ -92,11 +94,16 @@ class Setting:
     options: Options = DEFAULT_OPTIONS
     """All but the layout, which is each of those that are compared, and the cost, which the rules say."""
     rules: Rules = _DEFAULT_RULES
+    sizes: MeshSizes | None = None
+    """The mesh over which torch cuts the model, if it does."""
 
     def plans(self, table: ParamTable, layouts: Sequence[str]) -> dict[str, Plan]:
         """The plans of these layouts."""
         options = replace(self.options, cost=self.rules.cost)
-        return compare_plans(table, layouts, options, world=self.world, worlds=self.worlds)
+        placed = None
+        if self.sizes is not None:
+            options, placed = replace(options, memory="params"), placements_for(table, self.sizes)
+        return compare_plans(table, layouts, options, world=self.world, worlds=self.worlds, placed=placed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +130,8 @@ def compare(table: ParamTable, setting: Setting, layouts: Sequence[str] | None =
     Of several, the one that `auto` takes is marked; where that is a mixture, or none of them, it gets a column of its own.
     """
     left_out: dict[str, str] = {}
+    if setting.sizes is not None:
+        layouts = ["auto"]  # there is nothing to choose: params lie as they were cut
     if layouts is None:
         refusals = {layout: _refusal(table, setting, layout) for layout in SIDE_BY_SIDE}
         left_out = {layout: why for layout, why in refusals.items() if why is not None}
@@ -147,7 +156,9 @@ def compare(table: ParamTable, setting: Setting, layouts: Sequence[str] | None =
         left_out=left_out,
         matrices=sum(len(work.items) for work in first.works),
         doubt=suspicion(first.routes, table),
-        hint=_expert_hint(first, [column.layout for column in columns]),
+        hint=_expert_hint(first, [column.layout for column in columns])
+        if setting.sizes is None
+        else sharding_hint(table, setting.sizes),
     )
 
 

@@ -21,6 +21,8 @@ _LORA_STARTS = ("lora_a", "lora_b", "lora_embedding_a", "lora_embedding_b")
 _STATE_SPACE_NAMES = frozenset({"A_log", "dt_bias"})
 _STATE_SPACE_CLASSES = ("Mamba", "SSM", "StateSpace")
 _EXPERT_CLASS = re.compile(r"Expert|M[Oo]E(Block|Layer)?$|Moe(Block|Layer)?$")
+_EXPERT_STEP = re.compile(r"(^|_)experts?(_|$)")
+"""experts, local_experts, expert_weights: a step of a path that says what class names may not."""
 _ADAPTER_STEPS = frozenset({"base_layer", "modules_to_save"})
 """Path steps that adapter libraries put between a module's name and its weight."""
 
@@ -175,9 +177,12 @@ def _table_by_name(param: ParamSpec) -> str | None:
 
 def _stack(param: ParamSpec) -> str | None:
     """Three dims alone say nothing: a grouped convolution or a table per head has them too."""
-    if len(param.shape) != 3 or not (param.domain == EXPERT or _EXPERT_CLASS.search(param.module_type)):
+    if len(param.shape) != 3:
         return None
-    return f"is a stack of {param.shape[0]} matrices, one for each expert of {param.module_type or 'a module'}"
+    if param.domain == EXPERT or _EXPERT_CLASS.search(param.module_type):
+        return f"is a stack of {param.shape[0]} matrices, one for each expert of {param.module_type or 'a module'}"
+    step = next(filter(_EXPERT_STEP.search, param.fqn.split(".")), None)
+    return None if step is None else f"is a stack of {param.shape[0]} matrices, one for each expert, going by {step!r}"
 
 
 def _declared(param: ParamSpec) -> str | None:

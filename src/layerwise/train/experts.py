@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks, exchange_counts, exchange_rows
+from layerwise.comm.tensor_parallel import ALL_HEADS_HERE, TensorRanks
 from layerwise.config.schema import ModelShape
 from layerwise.routing.split import Split, stack
 
@@ -58,9 +59,10 @@ class Router(nn.Linear):
 class Experts(nn.Module):
     """The SwiGLU experts of one rank, stacked: each is a matrix of its own for Newton-Schulz, its gate and up two."""
 
-    def __init__(self, shape: ModelShape, num_local: int) -> None:
+    def __init__(self, shape: ModelShape, ranks: ExpertRanks) -> None:
         super().__init__()
-        self.hidden = shape.expert_hidden
+        num_local = shape.n_experts // ranks.world
+        self.ranks, self.hidden = ranks, shape.expert_hidden
         self.gate_up = nn.Parameter(torch.empty(num_local, 2 * shape.expert_hidden, shape.d_model))  # L, 2H, D
         self.down = nn.Parameter(torch.empty(num_local, shape.d_model, shape.expert_hidden))  # L, D, H
 
@@ -77,7 +79,7 @@ class Experts(nn.Module):
         return {"gate_up": "expert", "down": "expert"}
 
     def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
-        return grouped_swiglu(rows_RD, counts, self.gate_up, self.down)
+        return grouped_swiglu(rows_RD, counts, self.ranks.weight(self.gate_up), self.ranks.weight(self.down))
 
 
 def grouped_swiglu(rows_RD: Tensor, counts: Sequence[int], gate_up_L2HD: Tensor, down_LDH: Tensor) -> Tensor:
@@ -100,34 +102,48 @@ class MoE(nn.Module):
     Args:
         shape: of the model.
         ranks: who holds which experts.
+        tensor: who else has the same tokens; each of them sends a part of them.
         penalty_share: what part of a step's loss one backward is: 1 / microbatches where each of them is divided so.
     """
 
-    def __init__(self, shape: ModelShape, ranks: ExpertRanks = ALL_EXPERTS_HERE, *, penalty_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        ranks: ExpertRanks = ALL_EXPERTS_HERE,
+        tensor: TensorRanks = ALL_HEADS_HERE,
+        *,
+        penalty_share: float = 1.0,
+    ) -> None:
         super().__init__()
         if shape.n_experts % ranks.world != 0:
             raise ValueError(
                 f"{shape.n_experts} experts cannot be shared out evenly to {ranks.world} ranks: "
                 "expected a divisor of the number of experts."
             )
-        self.ranks = ranks
+        self.ranks, self.tensor = ranks, tensor
         self.penalty = shape.router_penalty * penalty_share
         self.router = Router(shape)
-        self.experts = Experts(shape, shape.n_experts // ranks.world)
+        self.experts = Experts(shape, ranks)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         choice: Choice = self.router(x_ND)
-        num_tokens, top_k = choice.experts_NK.shape
-        # Rows by expert, and those of one expert by token, which makes the order the same on every run.
-        order_R = choice.experts_NK.flatten().argsort(stable=True)
-        rows_RD = self._through_experts(x_ND[order_R // top_k], choice.counts_E)
-        back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(order_R.numel(), device=order_R.device))
-        results_NKD = rows_RD[back_R].view(num_tokens, top_k, -1)
-        mixed_ND = (results_NKD * choice.weights_NK.unsqueeze(-1).to(results_NKD.dtype)).sum(dim=1)
+        parts = (x_ND, choice.experts_NK, choice.weights_NK)
+        mixed_ND = self.tensor.gather_rows(self._mix(*map(self.tensor.scatter_rows, parts)), x_ND.shape[0])
         if self.penalty > 0 and torch.is_grad_enabled():
             mixed_ND = _also_minimise(mixed_ND, self.penalty * choice.imbalance)
         return mixed_ND.view_as(x_BTD)
+
+    def _mix(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """What the chosen experts make of tokens."""
+        num_tokens, top_k = experts_NK.shape
+        # Rows by expert, and those of one expert by token, which makes the order the same on every run.
+        order_R = experts_NK.flatten().argsort(stable=True)
+        counts_E = torch.bincount(experts_NK.flatten(), minlength=self.router.out_features)
+        rows_RD = self._through_experts(x_ND[order_R // top_k], counts_E)
+        back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(order_R.numel(), device=order_R.device))
+        results_NKD = rows_RD[back_R].view(num_tokens, top_k, -1)
+        return (results_NKD * weights_NK.unsqueeze(-1).to(results_NKD.dtype)).sum(dim=1)
 
     def _through_experts(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Rows in the order of their experts to where these are, through them, and back into the order they came in."""

@@ -12,20 +12,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
 from layerwise.comm import joining
 from layerwise.comm.scopes import scope
 from layerwise.config.load import dump_json
-from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, qk_clip_of, resolve_model
-from layerwise.config.validate import TRACED_STEPS, world_problems
+from layerwise.config.parallelism import sizes_in_words, world_problems
+from layerwise.config.schema import TrainConfig, is_sharded, matrix_rule, other_rule, qk_clip_of, resolve_model
+from layerwise.config.validate import TRACED_STEPS
 from layerwise.errors import ConfigError, Problem
 from layerwise.routing.files import read_rules, rules_to_toml
-from layerwise.routing.rules import summarise
+from layerwise.routing.rules import RouteRule, summarise
 from layerwise.train.data import Batching, Corpus, Loader, load_corpus
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.train.model import count_params, next_byte_loss
@@ -101,13 +103,15 @@ class Run:
     ranks: joining.Ranks
     corpus: Corpus
     loader: Loader
-    model: layerwise.DataParallel
+    model: nn.Module
     passes: Passes
     optimizer: layerwise.Optimizer
     base_lrs: tuple[float, ...]
     """Learning rate of every param group before the schedule."""
     watchers: Sequence[Watcher]
     meter: Meter
+    counts: bool = True
+    """Whether losses of this rank count: of ranks that see the same ones, the first."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -134,7 +138,7 @@ class Run:
     def log(self, step: int) -> None:
         """Average over ranks what happened since the last time and tell it."""
         meter, stats = self.meter, self.optimizer.stats
-        loss = joining.total(float(meter.loss_sum) / meter.steps, self.ranks) / self.loader.batching.world
+        loss = self._total(float(meter.loss_sum) / meter.steps) / self.loader.batching.world
         lap_s = time.perf_counter() - meter.lap_started_s
         record = StepRecord(
             step=step,
@@ -169,11 +173,15 @@ class Run:
             if logits is not None:
                 nats += (next_byte_loss(logits, batch.targets) * weights).sum()
         self.model.train()
-        val_loss = joining.total(float(nats), self.ranks) / num_sequences
+        val_loss = self._total(float(nats)) / num_sequences
         val_bpb = val_loss / math.log(2)
         self.tell(EvalRecord(step=step, val_loss=val_loss, val_bpb=val_bpb, elapsed_s=self.meter.elapsed_s))
         self.meter.lap_started_s += time.perf_counter() - began_s  # validation is not the step's time
         return val_bpb
+
+    def _total(self, value: float) -> float:
+        """The sum of a number over all samples, whoever saw them."""
+        return joining.total(value if self.counts else 0.0, self.ranks)
 
     def should_stop(self, stop: StopRequest, step: int) -> bool:
         """Whether any rank was asked to stop. All answer alike, or the rest would wait for the one that left."""
@@ -183,9 +191,10 @@ class Run:
 
     def record(self) -> RunRecord:
         """How this run begins."""
-        plan, parallel = self.model.plan, self.config.parallel
-        # With a pipeline or expert ranks no rank's plan has all params; the first rank speaks for its own.
-        whose = "on rank 0: " if parallel.pp * parallel.ep > 1 else ""
+        plan, parallel = self.optimizer.plan, self.config.parallel
+        # With a pipeline or expert ranks of ours no rank's plan has all params; the first rank speaks for its own.
+        whose = "on rank 0: " if parallel.pp * parallel.ep > 1 and not is_sharded(parallel) else ""
+        cut = f" ({sizes_in_words(parallel)})" if is_sharded(parallel) else ""
         return RunRecord(
             layerwise=layerwise.__version__,
             torch=str(torch.__version__),
@@ -194,7 +203,7 @@ class Run:
             device=self.ranks.device.type,
             num_params=count_params(resolve_model(self.config.model)),
             routing=whose + summarise(plan.routes, plan.table),
-            layout=plan.layout_label,
+            layout=plan.layout_label + cut,
             plan_digest=plan.digest,
             data_digest=self.corpus.digest,
             train_bytes=self.corpus.train.numel(),
@@ -227,36 +236,10 @@ def prepare(config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watche
     joining.same_on_all(corpus.digest, "training text", ranks)
     rules = read_rules(config.routing.rules_file)
     joining.same_on_all(rules_to_toml(rules), "routing rules", ranks)
-    grid = _arrange(config, ranks)
-    dtype = _DTYPES[config.train.precision]
-    chunks = build_chunks(config, shape, grid, ranks.device, dtype)
+    _check_world(config, ranks)
+    build = _sharded if is_sharded(config.parallel) else _averaged if config.parallel.ddp else _wrapped
     with _routing_as_configuration(config):
-        model = layerwise.DataParallel(
-            chunks if len(chunks) > 1 else chunks[0],
-            layout=config.parallel.layout,
-            rules=rules,
-            strict=config.routing.strict,
-            routing=config.routing.recorded or "table",
-            mesh=grid.mesh,
-            ties=ties_of(chunks),
-            reducer=config.parallel.reducer,
-            shard_grads=config.parallel.shard_grads,
-            staging=config.parallel.staging,
-            overlap_grad_reduce=config.parallel.overlap_grad_reduce,
-            overlap_param_gather=config.parallel.overlap_param_gather,
-            prefetch=config.parallel.prefetch,
-            align_param_gather=config.parallel.chunks > 1 and config.parallel.prefetch is not None,
-            bucket_mib=config.parallel.bucket_mib,
-            grad_dtype=_DTYPES[config.parallel.grad_dtype],
-        )
-        optimizer = layerwise.Optimizer(
-            model,
-            matrix=matrix_rule(config.optim),
-            other=other_rule(config.optim),
-            clip_grad_norm=config.optim.clip_grad_norm,
-            qk_clip=qk_clip_of(config.optim),
-        )
-    passes = PipelinedModel(chunks, config, grid, ranks.device) if grid.pp > 1 else WholeModel(model)
+        grid, model, passes, optimizer = build(config, ranks, rules)
     batching = Batching(config.train.batch_size, config.train.accumulation, grid.data_world)
     loader = Loader(corpus, batching, shape.seq_len, config.data.seed, grid.data_coord, ranks.device)
     return Run(
@@ -270,14 +253,86 @@ def prepare(config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watche
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
         watchers=watchers,
         meter=Meter(loss_sum=torch.zeros((), device=ranks.device)),
+        counts=grid.tensor.rank == 0,
     )
 
 
-def _arrange(config: TrainConfig, ranks: joining.Ranks) -> joining.Grid:
+def _check_world(config: TrainConfig, ranks: joining.Ranks) -> None:
     problems = world_problems(config.parallel, ranks.world)
     if problems:
         raise ConfigError(problems)
-    return joining.arrange(ranks, pp=config.parallel.pp, ep=config.parallel.ep)
+
+
+_Built: TypeAlias = tuple[joining.Grid, nn.Module, Passes, layerwise.Optimizer]
+
+
+def _wrapped(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRule]) -> _Built:
+    """The model in a `DataParallel`."""
+    grid = joining.arrange(ranks, pp=config.parallel.pp, ep=config.parallel.ep)
+    chunks = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
+    model = layerwise.DataParallel(
+        chunks if len(chunks) > 1 else chunks[0],
+        layout=config.parallel.layout,
+        rules=rules,
+        **_routing(config),
+        mesh=grid.mesh,
+        ties=ties_of(chunks),
+        reducer=config.parallel.reducer,
+        shard_grads=config.parallel.shard_grads,
+        staging=config.parallel.staging,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        prefetch=config.parallel.prefetch,
+        align_param_gather=config.parallel.chunks > 1 and config.parallel.prefetch is not None,
+        bucket_mib=config.parallel.bucket_mib,
+        grad_dtype=_DTYPES[config.parallel.grad_dtype],
+    )
+    passes = PipelinedModel(chunks, config, grid, ranks.device) if grid.pp > 1 else WholeModel(model)
+    return grid, model, passes, _optimizer(model, config)
+
+
+def _sharded(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRule]) -> _Built:
+    """The model as torch cuts it."""
+    from layerwise.train.sharding import ShardedModel, arrange, cut_gpt  # what it needs of torch takes long to import
+
+    grid, meshes = arrange(ranks, config.parallel)
+    (model,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
+    cut_gpt(model, meshes, config.parallel, _DTYPES[config.parallel.grad_dtype])
+    return grid, model, ShardedModel(model), _optimizer(model, config, rules=rules, **_routing(config))
+
+
+def _routing(config: TrainConfig) -> dict[str, Any]:
+    """How params are routed, beside rules: the same whoever is asked."""
+    return {"strict": config.routing.strict, "routing": config.routing.recorded or "table"}
+
+
+def _averaged(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRule]) -> _Built:
+    """The model in torch's DistributedDataParallel."""
+    grid = joining.arrange(ranks)
+    (module,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
+    model = DistributedDataParallel(module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+    optimizer = _optimizer(model, config, rules=rules, layout=config.parallel.layout, **_routing(config))
+    return grid, model, WholeModel(model), optimizer
+
+
+def _optimizer(
+    model: nn.Module,
+    config: TrainConfig,
+    *,
+    rules: Sequence[RouteRule] | None = None,
+    strict: bool = False,
+    layout: str | None = None,
+) -> layerwise.Optimizer:
+    return layerwise.Optimizer(
+        model,
+        matrix=matrix_rule(config.optim),
+        other=other_rule(config.optim),
+        rules=rules,
+        strict=strict,
+        layout=layout,
+        clip_grad_norm=config.optim.clip_grad_norm,
+        qk_clip=qk_clip_of(config.optim),
+    )
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks
+from layerwise.comm.tensor_parallel import ALL_HEADS_HERE, TensorRanks
 from layerwise.config.schema import ModelShape
 from layerwise.routing.heads import AttentionHeads
 from layerwise.train.experts import MoE
@@ -69,10 +70,12 @@ def rotate(x_BHTE: Tensor, cos_TE2: Tensor, sin_TE2: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with one fused weight for queries, keys and values."""
+    """Causal grouped-query attention with one fused weight for queries, keys and values; on each of several tensor-parallel
+    ranks for a part of the heads."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, tensor: TensorRanks = ALL_HEADS_HERE) -> None:
         super().__init__()
+        self.tensor = tensor
         self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
         rows = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
         self.qkv = nn.Linear(shape.d_model, rows, bias=False)
@@ -89,19 +92,26 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos_TE2: Tensor, sin_TE2: Tensor) -> Tensor:
         batch, seq_len, _ = x_BTD.shape
-        heads = self.qkv(x_BTD).view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # B, H + 2K, T, E
-        q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
+        rows = self.tensor.whole(self.qkv(x_BTD))
+        heads = rows.view(batch, seq_len, -1, self.head_dim).transpose(1, 2)  # B, H + 2K, T, E
+        q, k, v = torch.split(heads, [self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
+        if self.tensor.world > 1:
+            own = self.tensor.part(self.n_heads)
+            served = self.n_heads // self.n_kv_heads
+            keys = slice(own.start // served, (own.stop - 1) // served + 1)
+            q, k, v = q[:, own], k[:, keys], v[:, keys]
         q, k = rotate(q, cos_TE2, sin_TE2), rotate(k, cos_TE2, sin_TE2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.n_kv_heads != self.n_heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         joined: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return joined
 
 
 class MLP(nn.Module):
-    """SwiGLU, with gate and up in one weight or in two."""
+    """SwiGLU, with gate and up in one weight or in two; on each of several tensor-parallel ranks for a part of the width."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, tensor: TensorRanks = ALL_HEADS_HERE) -> None:
         super().__init__()
+        self.tensor = tensor
         self.hidden, self.is_fused = shape.hidden, shape.fuse_gate_up
         if self.is_fused:
             self.gate_up = nn.Linear(shape.d_model, 2 * shape.hidden, bias=False)
@@ -115,7 +125,12 @@ class MLP(nn.Module):
         return {"gate_up.weight": (self.hidden, self.hidden)} if self.is_fused else {}
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_BTD).chunk(2, dim=-1) if self.is_fused else (self.gate(x_BTD), self.up(x_BTD))
+        if self.is_fused:
+            gate, up = self.tensor.whole(self.gate_up(x_BTD)).chunk(2, dim=-1)
+            own = self.tensor.part(self.hidden)
+            gate, up = gate[..., own], up[..., own]
+        else:
+            gate, up = self.gate(x_BTD), self.up(x_BTD)
         narrowed: Tensor = self.down(F.silu(gate) * up)
         return narrowed
 
@@ -123,10 +138,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and an MLP or experts, each behind a norm and added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, mlp: MLP | MoE) -> None:
+    def __init__(self, shape: ModelShape, mlp: MLP | MoE, tensor: TensorRanks = ALL_HEADS_HERE) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
-        self.attn = Attention(shape)
+        self.attn = Attention(shape, tensor)
         self.mlp_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
         self.mlp = mlp
 
@@ -153,6 +168,7 @@ class GPT(nn.Module):
         shape: ModelShape,
         stage: Stage = WHOLE,
         experts: ExpertRanks = ALL_EXPERTS_HERE,
+        tensor: TensorRanks = ALL_HEADS_HERE,
         *,
         penalty_share: float = 1.0,
     ) -> None:
@@ -163,8 +179,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList()
         for number in stage.blocks(shape.n_layers):
             has_experts = shape.has_experts(number)
-            mlp = MoE(shape, experts, penalty_share=penalty_share) if has_experts else MLP(shape)
-            self.blocks.add_module(str(number), Block(shape, mlp))  # by its number in the whole model
+            mlp = MoE(shape, experts, tensor, penalty_share=penalty_share) if has_experts else MLP(shape, tensor)
+            self.blocks.add_module(str(number), Block(shape, mlp, tensor))  # by its number in the whole model
         if stage.is_last:
             self.norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
             self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
@@ -225,6 +241,7 @@ def build_gpt(
     shape: ModelShape,
     stage: Stage = WHOLE,
     experts: ExpertRanks = ALL_EXPERTS_HERE,
+    tensor: TensorRanks = ALL_HEADS_HERE,
     *,
     seed: int,
     penalty_share: float = 1.0,
@@ -233,7 +250,7 @@ def build_gpt(
 ) -> GPT:
     """A GPT, or a stage of it, with its initial weights, the same on every rank for the same seed."""
     with torch.device("meta"):  # torch's own initialisation would cost time and move the global generator
-        model = GPT(shape, stage, experts, penalty_share=penalty_share)
+        model = GPT(shape, stage, experts, tensor, penalty_share=penalty_share)
     model = model.to(dtype).to_empty(device=device or torch.device("cpu"))
     model.tie_()  # to_empty gives every name its own memory
     model.init_weights_(seed)

@@ -12,26 +12,27 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
 from layerwise.comm.joining import Grid
 from layerwise.comm.pipeline import Pipeline, Wires
 from layerwise.comm.scopes import scope
-from layerwise.config.schema import ModelShape, TrainConfig
+from layerwise.config.schema import TrainConfig, resolve_model
 from layerwise.train.data import Batch
 from layerwise.train.model import GPT, Stage, build_gpt, next_byte_loss
 
 
-def build_chunks(
-    config: TrainConfig, shape: ModelShape, grid: Grid, device: torch.device, dtype: torch.dtype
-) -> list[GPT]:
+def build_chunks(config: TrainConfig, grid: Grid, device: torch.device, dtype: torch.dtype) -> list[GPT]:
     """This rank's stages of the model, with their initial weights; without a pipeline the whole model as one."""
+    shape = resolve_model(config.model)
     count = config.parallel.pp * config.parallel.chunks
     return [
         build_gpt(
             shape,
             Stage(number, count),
             grid.experts,
+            grid.tensor,
             seed=config.train.seed,
             penalty_share=1.0 / config.train.accumulation,
             device=device,
@@ -62,14 +63,14 @@ class Passes(Protocol):
 class WholeModel:
     """Every rank has the whole model and sees its own losses."""
 
-    def __init__(self, model: layerwise.DataParallel) -> None:
+    def __init__(self, model: layerwise.DataParallel | DistributedDataParallel) -> None:
         self._model = model
 
     def train(self, batches: Sequence[Batch]) -> Tensor:
         losses = []
         for micro, batch in enumerate(batches):
             with nullcontext() if micro == len(batches) - 1 else self._model.no_sync():
-                # The gradient of the mean over all samples: microbatches share it here, ranks in DataParallel.
+                # The gradient of the mean over all samples: microbatches share it here, ranks in the wrapper.
                 with scope("forward"):
                     logits = self._model(batch.tokens)
                     loss = next_byte_loss(logits, batch.targets).mean() / len(batches)

@@ -19,6 +19,7 @@ from layerwise.config.coefficients import coefficient_schedule
 from layerwise.config.rules import RULES_BY_KIND
 from layerwise.engine.algorithms import MATRIX
 from layerwise.kernels.newton_schulz import orthogonalize
+from layerwise.kernels.recorded import Recorder
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 
 START = [0.5, -1.25]
@@ -162,7 +163,7 @@ def test_a_direction_is_made_by_the_method_in_the_dtype_and_with_the_coefficient
         how = {"method": method, "coefficients": coefficients, "steps": steps, "ns_dtype": ns_dtype}
         algorithm, options = MATRIX[kind], {**how, "beta2": 0.5, "eps": 0.1}
         state = {name: torch.zeros(1, *shape) for name, shape in RULES_BY_KIND[kind].home_state(6, 20).items()}
-        found = algorithm.direction(update_BMN, options, state)
+        found = algorithm.direction(update_BMN, options, state, Recorder())
         rounded = update_BMN.to(wire)
         polar = orthogonalize(
             rounded.sign() if kind == "adamuon" else rounded,

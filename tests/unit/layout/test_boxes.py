@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from layerwise.layout.boxes import BoxShards
+from layerwise.layout.boxes import Boxes, BoxShards
 from layerwise.layout.cost import Hardware
 from layerwise.layout.meshes import copied_on
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
-from layerwise.layout.shards import pieces_of, whole_on
+from layerwise.layout.shards import nearest, pieces_of, whole_on
 from layerwise.layout.spans import Block, Span
 from layerwise.routing.geometry import Box
 from layerwise.routing.matrices import Matrix
@@ -33,7 +33,7 @@ def positions(shape: tuple[int, ...], box: Box) -> list[int]:
 
 
 def check(shape: tuple[int, ...], boxes: tuple[Box, ...], matrices: tuple[Matrix, ...]) -> None:
-    plan = BoxShards(7, "dense", "w", shape, boxes)
+    plan = BoxShards(7, "dense", "w", Boxes(shape, boxes))
     ranks = range(len(boxes))
     held = [positions(shape, box) for box in boxes]
     assert (plan.world, plan.fqns, plan.index, plan.param_numel("w")) == (len(boxes), ("w",), 7, math.prod(shape))
@@ -54,6 +54,14 @@ def check(shape: tuple[int, ...], boxes: tuple[Box, ...], matrices: tuple[Matrix
             (rank, numels[rank]) for rank in holding
         ]
         assert list(whole_on(plan, matrix)) == [rank for rank in ranks if numels[rank] == len(wanted)]
+        for home in ranks:
+            sent = [0 for _ in ranks]
+            for span, holders in pieces_of(plan, matrix):
+                sent[nearest(holders, home, plan.world)] += len(wanted & set(elements(shape, span)))
+            sources = plan.boxes.sources(matrix, home)
+            assert [(rank, numel) for first, stop, numel in sources for rank in range(first, stop)] == [
+                (rank, numel) for rank, numel in enumerate(sent) if numel
+            ]
         # Each element once, however many copies there are.
         pieces = list(pieces_of(plan, matrix))
         assert sorted(at for span, _ in pieces for at in elements(shape, span) if at in wanted) == sorted(wanted)
@@ -143,7 +151,7 @@ def test_interleaved_rows_cut_along_columns() -> None:
 
 def test_replicas_of_a_mesh_are_copies_and_ranks_of_one_shard_are_in_order() -> None:
     """Two groups of two ranks, each group with all of it: ranks 0 and 2 hold the same rows."""
-    plan = BoxShards(0, "dense", "w", (4, 2), boxes_of((4, 2), (0, (0, 2, 4))) * 2)
+    plan = BoxShards(0, "dense", "w", Boxes((4, 2), boxes_of((4, 2), (0, (0, 2, 4))) * 2))
     matrix = matrix_of("w", 0, 4, 2, (4, 2), Box((0, 0), (4, 2)))
     assert [plan.copies(plan.spans(rank)[0], rank) for rank in range(4)] == [(0, 2), (1, 3)] * 2
     assert plan.holders(matrix) == [(0, 4, 4)]
@@ -154,7 +162,7 @@ def test_replicas_of_a_mesh_are_copies_and_ranks_of_one_shard_are_in_order() -> 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_what_every_rank_has_whole_needs_no_block(shape: tuple[int, ...]) -> None:
-    plan = BoxShards(2, "dense", "w", shape, copied_on(3).boxes(shape, 3))
+    plan = BoxShards(2, "dense", "w", Boxes(shape, copied_on(3).boxes(shape, 3)))
     for rank in range(3):
         (span,) = plan.spans(rank)
         assert span == Span("w", None, 0, math.prod(shape), 0)
@@ -162,7 +170,7 @@ def test_what_every_rank_has_whole_needs_no_block(shape: tuple[int, ...]) -> Non
 
 
 def test_ranks_without_elements_have_no_span() -> None:
-    plan = BoxShards(0, "dense", "w", (1, 2), boxes_of((1, 2), (0, (0, 1, 1, 1))))
+    plan = BoxShards(0, "dense", "w", Boxes((1, 2), boxes_of((1, 2), (0, (0, 1, 1, 1)))))
     assert [len(plan.spans(rank)) for rank in range(3)] == [1, 0, 0]
     assert [plan.shard_numel(rank) for rank in range(3)] == [2, 0, 0]
 

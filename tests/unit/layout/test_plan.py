@@ -265,7 +265,7 @@ def test_auto_is_the_default_and_the_name_of_no_layout_of_a_buffer() -> None:
         ({"layout": "falt"}, "layout 'falt' is unknown. Did you mean 'flat'?"),
         (
             {"layout": "zero"},
-            "layout 'zero' is unknown. Known: auto, compact, flat, padded, padded:reference, padded:reference-numel, replicated.",
+            "layout 'zero' is unknown. Known: auto, compact, flat, padded, padded:reference, padded:reference-numel, replicated, replicated:shared.",
         ),
         ({"world": 0}, "world must be at least 1, got 0."),
         ({"worlds": {"expert": 0}}, "world of domain 'expert' must be at least 1, got 0."),

@@ -89,7 +89,7 @@ def test_where_params_are_whole_the_rank_that_holds_a_matrix_is_its_home_and_not
 def test_shards_of_a_bucket_follow_one_another_and_cover_it(plan: Plan) -> None:
     for buffer, bucket in buckets_of(plan):
         world = plan.world_by_domain[buffer.key.domain]
-        is_copied = buffer.key.layout == "replicated"
+        is_copied = buffer.key.layout.startswith("replicated")
         assert (bucket.world, bucket.shards.is_split) == (world, world > 1 and not is_copied)
         numels = [bucket.shard_numel(rank) for rank in range(world)]
         starts = [bucket.shards.start(rank) for rank in range(world)]
@@ -159,7 +159,7 @@ def test_params_start_on_64_and_buckets_end_on_the_lcm_of_shards_and_128_but_for
         for bucket in buffer.buckets:
             assert bucket.offset == offset
             if buffer.key.layout != "compact":
-                shards = 1 if buffer.key.layout == "replicated" else bucket.world
+                shards = 1 if buffer.key.layout.startswith("replicated") else bucket.world
                 assert bucket.numel % math.lcm(shards, 128) == 0
                 assert all(placement.offset % 64 == 0 for placement in bucket.placements)
             if buffer.key.layout in PADDED:
@@ -230,14 +230,14 @@ def test_params_of_a_buffer_share_what_its_key_says_and_its_buckets_lie_in_backw
         # Within a bucket a layout may order params as it likes: they are reduced together.
         by_bucket = [sorted(position[placement.fqn] for placement in bucket.placements) for bucket in buffer.buckets]
         assert list(itertools.chain(*by_bucket)) == sorted(position[name] for name in names)
-        if buffer.key.layout in ("flat", "replicated"):
+        if buffer.key.layout in ("flat", "replicated", "replicated:shared"):
             assert [position[name] for name in names] == sorted(position[name] for name in names)
 
 
 @LIGHT
 @given(plans())
 def test_only_matrices_get_the_layout_that_was_asked_for_and_the_rest_byte_level_shards(plan: Plan) -> None:
-    beside = "replicated" if plan.options.layout == "replicated" else "flat"
+    beside = "replicated" if plan.options.layout.startswith("replicated") else "flat"
     for buffer in plan.buffers:
         assert buffer.key.layout == (plan.options.layout if buffer.key.family == "matrix" else beside)
 
@@ -246,10 +246,11 @@ def test_only_matrices_get_the_layout_that_was_asked_for_and_the_rest_byte_level
 @given(plans())
 def test_every_buckets_collectives_follow_from_its_own_layout(plan: Plan) -> None:
     for buffer, bucket in buckets_of(plan):
-        reduces = {"compact": "all_reduce", "replicated": "all_reduce"}.get(buffer.key.layout, "reduce_scatter")
+        is_whole = buffer.key.layout.startswith(("compact", "replicated"))
+        reduces = "all_reduce" if is_whole else "reduce_scatter"
         assert bucket.reducer == (reduces if plan.options.reducer == "collective" else plan.options.reducer)
         gathers = {"compact": "uneven_all_gather"}.get(buffer.key.layout, "all_gather")
-        assert bucket.publisher in (("none",) if buffer.key.layout == "replicated" else (gathers, "broadcast"))
+        assert bucket.publisher in (("none",) if buffer.key.layout.startswith("replicated") else (gathers, "broadcast"))
 
 
 @LIGHT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,13 @@ def heights(plan: Any, fqn: str) -> list[int]:
 
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_routing_that_disagrees_with_the_forward_is_refused_with_both_readings(wrapped: bool) -> None:
-    facade = layerwise.DataParallel if wrapped else partial(layerwise.Optimizer, **RULES)
+    def build() -> object:
+        if wrapped:
+            return layerwise.DataParallel(gated(), example_inputs=INPUT)
+        return layerwise.Optimizer(gated(), example_inputs=(INPUT,), **RULES)
+
     with pytest.raises(DisagreementError) as caught:
-        facade(gated(), example_inputs=INPUT)
+        build()
     assert str(caught.value).startswith(
         "routing and the forward read 2 params differently:\n  2 params '*.up.weight' of shape (16, 8): routing says matrix (16x8), "
         "since it is the weight of a Linear; the forward says matrix (8x8, 8x8): it is multiplied, in row blocks of 8, 8\n"

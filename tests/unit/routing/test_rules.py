@@ -338,6 +338,14 @@ def test_row_blocks_of_a_rule_that_do_not_add_up_name_the_rule_and_the_param() -
     )
 
 
+@pytest.mark.parametrize(
+    ("fqn", "family"),
+    [("experts", "matrix"), ("mlp.local_experts.w1", "matrix"), ("conv.weight_v", "other"), ("expertise", "other")],
+)
+def test_three_dims_are_a_stack_only_where_something_says_experts(fqn: str, family: str) -> None:
+    assert route_params(ParamTable((spec(fqn, (3, 8, 4)),)))[fqn].family == family
+
+
 def test_row_blocks_on_a_stack_cut_every_entry() -> None:
     table = ParamTable((spec("experts", (3, 8, 4)),))
     routes = route_params(table, [RouteRule(pattern="experts", to="matrix", row_blocks=(6, 2))])

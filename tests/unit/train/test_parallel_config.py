@@ -1,12 +1,15 @@
 """Experts and pipelines in a config: every combination that cannot work is named before anything starts."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from layerwise.comm.joining import Ranks, arrange
 from layerwise.config.load import load, split_overrides
+from layerwise.config.parallelism import world_problems
 from layerwise.config.schema import ParallelConfig, resolve_model
-from layerwise.config.validate import validate, world_problems
+from layerwise.config.validate import validate
 
 EXPERTS = ("--model.n-experts", "8")
 PIPELINE = ("--parallel.pp", "2", "--train.accumulation", "4")
@@ -30,6 +33,11 @@ def validated(*words: str) -> list[str]:
         ("--parallel.layout", "compact", "--parallel.reducer", "ordered", "--parallel.shard-grads", "true"),
         ("--parallel.layout", "padded", "--parallel.reducer", "ordered_bf16", "--parallel.shard-grads", "true"),
         (*PIPELINE, *EXPERTS, "--parallel.ep", "2", "--model.tie-embeddings", "true"),
+        ("--parallel.fsdp", "4", "--parallel.replicate", "2", "--parallel.grad-dtype", "bf16"),
+        ("--parallel.fsdp", "4", "--parallel.reshard-after-forward", "false", "--optim.qk-clip", "100"),
+        ("--parallel.tp", "4", "--model.tie-embeddings", "true"),
+        (*EXPERTS, "--parallel.fsdp", "2", "--parallel.tp", "2", "--parallel.ep", "4"),
+        ("--parallel.ddp", "true", "--parallel.layout", "padded"),
     ],
     ids=" ".join,
 )
@@ -79,6 +87,71 @@ def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
             ("--parallel.layout", "replicated", "--parallel.shard-grads", "true"),
             "parallel.shard_grads: expected false with layout replicated, got true",
         ),
+        (("--parallel.ddp", "true", "--parallel.fsdp", "2"), "parallel.ddp: expected false with fsdp=2, got true"),
+        (
+            (*EXPERTS, "--parallel.ddp", "true", "--parallel.ep", "2"),
+            "parallel.ep: expected 1 with ddp, got 2: DistributedDataParallel would average different experts.",
+        ),
+        (("--parallel.ddp", "true", *PIPELINE), "parallel.pp: expected 1 with ddp, got 2"),
+        (
+            ("--parallel.ddp", "true", "--parallel.grad-dtype", "bf16"),
+            "parallel.grad_dtype: expected fp32 with ddp, got bf16",
+        ),
+        (
+            ("--parallel.ddp", "true", "--parallel.reducer", "ordered"),
+            "parallel.reducer: expected collective with ddp, got ordered: DistributedDataParallel sums gradients itself.",
+        ),
+        (("--parallel.fsdp", "0"), "parallel.fsdp: expected an integer from 1"),
+        (("--parallel.tp", "0"), "parallel.tp: expected an integer from 1"),
+        (("--parallel.replicate", "-1"), "parallel.replicate: expected an integer from 1"),
+        (
+            ("--parallel.fsdp", "2", "--parallel.layout", "flat"),
+            "parallel.layout: expected auto with fsdp=2, got flat: fully_shard() stores params in a way of its own.",
+        ),
+        (
+            ("--parallel.replicate", "2", "--parallel.reducer", "ordered"),
+            "parallel.reducer: expected collective with replicate=2, got ordered",
+        ),
+        (
+            ("--parallel.tp", "2", "--parallel.shard-grads", "true"),
+            "parallel.shard_grads: expected false with tp=2, got true",
+        ),
+        (
+            ("--parallel.fsdp", "2", "--parallel.bucket-mib", "4"),
+            "parallel.bucket_mib: expected none with fsdp=2, got 4.0",
+        ),
+        (("--parallel.fsdp", "2", "--parallel.prefetch", "1"), "parallel.prefetch: expected none with fsdp=2, got 1"),
+        (
+            ("--parallel.fsdp", "2", "--parallel.overlap-grad-reduce", "false"),
+            "parallel.overlap_grad_reduce: expected true with fsdp=2, got false",
+        ),
+        (
+            ("--parallel.fsdp", "2", "--parallel.overlap-param-gather", "false"),
+            "parallel.overlap_param_gather: expected true with fsdp=2, got false",
+        ),
+        (("--parallel.fsdp", "2", "--parallel.staging", "gradients"), "parallel.staging: expected slots with fsdp=2"),
+        (
+            (*PIPELINE, "--parallel.fsdp", "2", "--parallel.tp", "2"),
+            "parallel.pp: expected 1 with fsdp=2 times tp=2, got 2: stages are for layerwise.DataParallel.",
+        ),
+        (
+            ("--parallel.reshard-after-forward", "false"),
+            "parallel.reshard_after_forward: expected true, got false: without fsdp whole params are always there.",
+        ),
+        (("--parallel.tp", "3", "--model.hidden", "96"), "parallel.tp: expected a divisor of n_heads=4, got 3"),
+        (
+            ("--parallel.tp", "4", "--model.n-heads", "12", "--model.n-kv-heads", "6", "--model.head-dim", "8"),
+            "parallel.tp: expected a divisor or a multiple of n_kv_heads=6, got 4",
+        ),
+        (
+            ("--parallel.tp", "4", "--model.hidden", "130"),
+            "parallel.tp: expected a divisor of the MLP's width 130, got 4.",
+        ),
+        (("--parallel.tp", "2", "--optim.qk-clip", "100"), "optim.qk_clip: expected none with tp=2, got 100.0"),
+        (
+            (*EXPERTS, "--parallel.fsdp", "2", "--parallel.replicate", "2", "--parallel.ep", "4"),
+            "parallel.ep: expected a divisor of fsdp=2 times tp=1, got 4: these ranks share out the experts",
+        ),
     ],
 )
 def test_each_mistake_is_named(words: tuple[str, ...], expected: str) -> None:
@@ -100,6 +173,29 @@ def test_each_mistake_is_named(words: tuple[str, ...], expected: str) -> None:
 )
 def test_a_number_of_ranks_that_does_not_fit_is_one_problem(pp: int, ep: int, world: int, expected: str) -> None:
     found = [str(problem) for problem in world_problems(ParallelConfig(pp=pp, ep=ep), world)]
+    assert len(found) == (1 if expected else 0)
+    assert not expected or found[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "expected"),
+    [
+        ({"fsdp": 4}, 4, ""),
+        ({"fsdp": 2, "replicate": 3, "tp": 2}, 12, ""),
+        ({"fsdp": 2, "tp": 2, "ep": 4}, 4, ""),
+        (
+            {"fsdp": 4},
+            6,
+            "parallel.fsdp: expected fsdp=4 ranks, which is 4, got 6. Start 4, with --nproc or torchrun, or set",
+        ),
+        ({"tp": 4}, 6, "parallel.tp: expected tp=4 ranks, which is 4, got 6. Start 4, with --nproc or torchrun."),
+        ({"ddp": True}, 3, ""),
+        ({"ddp": True}, 1, "parallel.ddp: expected false on one rank, got true"),
+        ({"replicate": 2, "fsdp": 2}, 1, "parallel.fsdp: expected replicate=2 times fsdp=2 ranks, which is 4, got 1."),
+    ],
+)
+def test_a_mesh_has_as_many_places_as_there_are_ranks(sizes: dict[str, Any], world: int, expected: str) -> None:
+    found = [str(problem) for problem in world_problems(ParallelConfig(**sizes), world)]
     assert len(found) == (1 if expected else 0)
     assert not expected or found[0].startswith(expected)
 

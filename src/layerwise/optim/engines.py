@@ -1,0 +1,162 @@
+"""Which engine steps the model that an Optimizer is given, and whose memory it works in.
+
+A DataParallel has one. Gradients that somebody else reduces, a DistributedDataParallel or whoever wraps a plain module in one
+later, stay the params' own: weights move to our buffers, so every layout is there. What somebody else has sharded stays where
+it is altogether, and so does a module in a single process.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from layerwise.comm.groups import (
+    Groups,
+    ProcessGroup,
+    all_ranks,
+    alone,
+    check_still_alone,
+    default_world,
+    derive_together,
+)
+from layerwise.comm.sharded import groups_of, is_sharded, placements_of, reshard
+from layerwise.engine.engine import Engine, Settings
+from layerwise.errors import StateError
+from layerwise.layout.options import Memory, Options
+from layerwise.models.forward.evidence import evidence_for
+from layerwise.models.names import unwrapped
+from layerwise.models.table import domains_by_prefix, named_params
+from layerwise.routing.rules import RouteRule
+
+Reduced = Literal["reduced"]
+"""What a user says of gradients that are the same on every rank by the time of `step()`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What an optimizer was asked for about a model that has no engine of its own; `Optimizer` documents it."""
+
+    rules: Sequence[RouteRule] | None = None
+    strict: bool = False
+    example_inputs: object = None
+    routing: str | PathLike[str] = "table"
+    gradients: Reduced | None = None
+    layout: str | None = None
+    check_replicas: bool = False
+    process_group: ProcessGroup | None = None
+
+
+def engine_of(model: nn.Module, asked: Asked) -> Engine:
+    """The engine of a wrapped model, or a new one for a module that stays as it is: sharded or reduced by others, or in a
+    single process."""
+    engine = getattr(model, "engine", None)
+    if isinstance(engine, Engine):
+        check_still_alone(engine.groups)
+        return engine
+    if asked.gradients not in (None, "reduced"):
+        raise ValueError(f"gradients must be 'reduced' or left out, got {asked.gradients!r}.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
+        )
+    ddp = _reduced_by(model)
+    if ddp is not None:
+        return _engine_of_ddp(ddp, asked)
+    reshard((model,))
+    params = dict(named_params(model))
+    if any(map(is_sharded, params.values())):
+        everyone = groups_of(params, asked.process_group)
+        settings = _agreed(everyone, model, asked, memory="params")
+        groups, placed = placements_of(everyone, params, domains_by_prefix(model))
+        return Engine((model,), groups, settings, placed)
+    if asked.gradients == "reduced":
+        return _engine_of_reduced(model, asked)
+    if default_world() > 1:
+        raise ValueError(
+            f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. Pass "
+            "layerwise.DataParallel(module), which does, or the torch DistributedDataParallel that the module is in; or, if it "
+            "will be in one or somebody else reduces gradients before step(), Optimizer(module, gradients='reduced')."
+        )
+    groups = alone()
+    return Engine((model,), groups, _agreed(groups, model, asked, memory="params"))
+
+
+def refuse_unfit(engine: Engine, asked: Asked) -> None:
+    """Raise for what the engine of a model does not take: what its wrapper has been asked already, or a second optimizer."""
+    is_wrapped = engine.plan.options.reduces
+    is_routed = asked.example_inputs is not None or asked.routing != "table"
+    if is_wrapped and (asked.rules is not None or asked.strict or is_routed):
+        raise ValueError(
+            "rules, strict, example_inputs or routing were passed to the Optimizer of a wrapped model: pass them to DataParallel, "
+            "which lays it out."
+        )
+    if is_wrapped and asked.gradients is not None:
+        raise ValueError(
+            f"gradients={asked.gradients!r} was passed to the Optimizer of a layerwise.DataParallel, which reduces gradients itself: "
+            "leave it out, or pass the module that it was made of."
+        )
+    for name, is_given, is_for_it in (
+        ("layout", asked.layout is not None, engine.gradients.are_copies),
+        ("check_replicas", asked.check_replicas, engine.gradients.are_reduced),
+    ):
+        if is_given and not is_for_it:
+            where = "DataParallel" if is_wrapped else "an Optimizer with gradients='reduced'"
+            raise ValueError(
+                f"{name} was passed to the Optimizer of a model whose gradients nobody else reduces: it is for {where}."
+            )
+    engine.check_bound()
+    if engine.optimizer is not None:
+        gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
+    if engine.optimizer is not None:
+        raise StateError(
+            "the model has an optimizer already: its state lives in the model's buffers, so there can be one. Reuse it, or "
+            "drop it (and schedulers that hold it) first."
+        )
+
+
+def _reduced_by(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel that a model is, compiled or not."""
+    inner = unwrapped(model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _engine_of_ddp(ddp: DistributedDataParallel, asked: Asked) -> Engine:
+    """An engine for the module inside, on the ranks that it is copied to."""
+    if ddp.mixed_precision is not None:
+        raise ValueError(
+            "the DistributedDataParallel has mixed_precision set: it puts other tensors in the place of params while forward runs. "
+            "Use torch.autocast, or params in bf16, which get fp32 masters here."
+        )
+    return _engine_of_reduced(ddp.module, replace(asked, process_group=ddp.process_group))
+
+
+def _engine_of_reduced(module: nn.Module, asked: Asked) -> Engine:
+    """An engine for a plain module, on all ranks of a process group (the default one)."""
+    everyone = all_ranks(asked.process_group)
+    return Engine((module,), everyone, _agreed(everyone, module, asked, memory="buffers"))
+
+
+def _agreed(groups: Groups, module: nn.Module, asked: Asked, memory: Memory) -> Settings:
+    """The settings that were asked for, once all ranks have found them right."""
+
+    def checked() -> Settings:
+        return Settings(
+            options=Options(
+                layout="auto" if asked.layout is None else asked.layout,
+                rules=asked.rules,
+                strict=asked.strict,
+                evidence=evidence_for((module,), asked.example_inputs, asked.routing),
+                memory=memory,
+                gradients="params",
+            ),
+            overlap_grad_reduce=False,
+            check_replicas=asked.check_replicas,
+        )
+
+    return derive_together(groups, "arguments", checked, lambda found: {"check_replicas": found.check_replicas})

@@ -1,0 +1,109 @@
+"""`consolidate_state_dict()`: one rank writes the whole optimizer state, and any number of ranks goes on from it, in any layout, bit for bit.
+
+Gradients are the same on every rank and depend on the step alone, so a run on other ranks is the same run.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise
+from tests.marks import sampled
+from tests.ranks import raised, run_ranks
+from tests.worlds import Case, Net, gradient
+
+BF16, FP32 = torch.bfloat16, torch.float32
+RULES: dict[str, dict[str, Any]] = {
+    "muon": {"matrix": layerwise.Muon(lr=0.02), "other": layerwise.AdamW(lr=0.003)},
+    "normuon": {"matrix": layerwise.NorMuon(lr=0.02), "other": layerwise.Lion(lr=0.003)},
+}
+
+
+def steps(module: nn.Module, optimizer: layerwise.Optimizer, numbers: range) -> None:
+    for step in numbers:
+        for fqn, param in module.named_parameters():
+            if param.requires_grad:
+                param.grad = gradient(fqn, param.shape, 0, step, 0).to(param.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def build(layout: str, rule: str, dtype: torch.dtype) -> tuple[nn.Module, layerwise.Optimizer]:
+    module = Case(dtype=dtype).build()
+    return module, layerwise.Optimizer(module, gradients="reduced", layout=layout, **RULES[rule])
+
+
+def first_half(rank: int, world: int, layout: str, rule: str, dtype: torch.dtype) -> tuple[bytes, list[Tensor], bool]:
+    module, optimizer = build(layout, rule, dtype)
+    steps(module, optimizer, range(3))
+    optimizer.consolidate_state_dict()
+    is_whole = "whole" in optimizer.state_dict()["layerwise"]  # type: ignore[operator]
+    written = io.BytesIO()
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, written)
+    steps(module, optimizer, range(3, 6))
+    return written.getvalue(), [param.detach().clone() for param in module.parameters()], is_whole
+
+
+def second_half(rank: int, world: int, layout: str, rule: str, dtype: torch.dtype, saved: bytes) -> list[Tensor]:
+    module, optimizer = build(layout, rule, dtype)
+    found = torch.load(io.BytesIO(saved), weights_only=True)
+    optimizer.load_state_dict(found["optimizer"])
+    module.load_state_dict(found["model"])
+    assert optimizer._engine.count.steps == 3
+    steps(module, optimizer, range(3, 6))
+    return [param.detach().clone() for param in module.parameters()]
+
+
+WAYS = {
+    "3 ranks compact to 2 flat": (3, "compact", "normuon", FP32, 2, "flat"),
+    "2 flat to 4 padded, bf16": (2, "flat", "normuon", BF16, 4, "padded"),
+    "4 padded to 1": (4, "padded", "muon", BF16, 1, "compact"),
+    "2 replicated to 3 compact": (2, "replicated", "normuon", FP32, 3, "compact"),
+    "3 replicated:shared to 2 replicated": (3, "replicated:shared", "normuon", BF16, 2, "replicated"),
+    "1 to 3 flat": (1, "flat", "muon", FP32, 3, "flat"),
+}
+
+
+@pytest.mark.parametrize("name", sampled(WAYS, "3 ranks compact to 2 flat", "3 replicated:shared to 2 replicated"))
+def test_any_number_of_ranks_goes_on_from_what_one_wrote_bitwise(name: str) -> None:
+    world, layout, rule, dtype, other, to = WAYS[name]
+    (saved, straight, is_whole), *others = run_ranks(world, first_half, layout, rule, dtype)
+    assert is_whole
+    assert not any(was_whole for *_, was_whole in others)
+    for weights in run_ranks(other, second_half, to, rule, dtype, saved):
+        assert all(map(torch.equal, weights, straight))
+
+
+def test_a_single_process_with_a_plain_module_goes_on_too() -> None:
+    (saved, straight, _), _ = run_ranks(2, first_half, "compact", "normuon", FP32)
+    module = Case().build()
+    optimizer = layerwise.Optimizer(module, **RULES["normuon"])
+    found = torch.load(io.BytesIO(saved), weights_only=True)
+    module.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    steps(module, optimizer, range(3, 6))
+    assert all(map(torch.equal, straight, module.parameters()))
+
+
+def refused(rank: int, world: int) -> list[str]:
+    _, optimizer = build("compact", "muon", FP32)
+    optimizer.consolidate_state_dict()
+    shared: Any = [optimizer.state_dict()]
+    torch.distributed.broadcast_object_list(shared)
+    whole = shared[0]
+    other = layerwise.Optimizer(Net(), gradients="reduced", **RULES["muon"])
+    key = next(key for key, entry in whole["state"].items() if "momentum" in entry)
+    longer = {**whole["state"][key], "momentum": torch.zeros(3)}
+    shape = {**whole, "state": {**whole["state"], key: longer}}
+    return [raised(lambda: other.load_state_dict(whole)), raised(lambda: optimizer.load_state_dict(shape))]
+
+
+def test_the_state_of_another_model_is_refused_by_name() -> None:
+    for model, shape in run_ranks(2, refused):
+        assert "ValueError: state dict has 'exp_avg' of param 'norm.weight' as (12,): expected (8,)" in model
+        assert "ValueError: state dict has 'momentum' of param 'qkv.weight' as (3,): expected (20, 12)" in shape

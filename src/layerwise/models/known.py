@@ -436,6 +436,7 @@ _KNOWN: dict[str, Describe] = {
     "MiniMaxLightningAttention": _head_by_head("qkv_proj.weight"),
     "MiniMaxM3VLDenseMLP": _GATE_UP,
     "ModernBertDecoderMLP": _blocks("Wi.weight", 2),
+    "MoonshineDecoderMLP": _blocks("fc1.weight", 2),
     "MoshiGatingMLP": _blocks("fc1.weight", 2),
     "Phi4MultimodalAttention": _grouped_query("qkv_proj.weight"),
     "Exaone4_5_VisionAttention": _grouped_query("qkv.weight"),

@@ -416,6 +416,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _norm(self, call: _Call) -> None:
         for tensor in call.ins:
             self._used(tensor, call.name)
+        for fqn in self.weights.names(call.args[0]):  # a weight in place of activations
+            self.lost[fqn] = "it is normalised before it is used"
         found = self.labels.of(call.args[0])
         self._end(found, 0)
         self.labels.put(call.outs[0], found)

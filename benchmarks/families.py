@@ -136,6 +136,7 @@ def look_at(model_type: str) -> dict[str, Any]:
     found["refused_but_seen"] = sorted(
         {f"{starred(fqn)}: {traced.readings[fqn].why}" for fqn in refused if fqn not in unseen}
     )
+    found["silent"] = len({starred(item.param.fqn) for item in differ if not item.route.is_fallback})
     found["disagree"] = sorted({f"{starred(item.param.fqn)} {item.param.shape}: {item.sentence}" for item in differ})
     found["unseen"] = sorted({f"{starred(fqn)}: {why}" for fqn, why in unseen.items()})
     return found

@@ -335,3 +335,63 @@ def test_building_a_model_of_shapes_does_not_import_the_compiler() -> None:
     """torch imports it to draw random values for tensors that have none, and that takes seconds."""
     code = f"import sys; from layerwise.cli.main import main; main(['inspect', '{HERE}:deep']); sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+class Followed(nn.Module):
+    """A gate and what it gates in one projection, under a name that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=False)
+        self.down = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return x + self.down(gate.sigmoid() * up)
+
+    def example_inputs(self) -> torch.Tensor:
+        return torch.zeros(2, 3, 8)
+
+
+def test_trace_shows_what_the_forward_says_and_the_rules_that_mend_routing(capsys: Captured, tmp_path: Path) -> None:
+    assert main(["inspect", f"{HERE}:Followed", "--trace", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["fqn"], row["routing"], row["matrices"]) for row in found["params"]] == [
+        ("up.weight", "differs", [[8, 8], [8, 8]]),
+        ("down.weight", "agrees", [[8, 8]]),
+    ]
+    rules = tmp_path / "rules.toml"
+    rules.write_text(found["rules"])
+    assert main(["inspect", f"{HERE}:Followed", "--rules", str(rules), "--explain", "up.weight", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["matrices"] == [[8, 8], [8, 8]]
+
+
+def test_a_recorded_routing_is_what_inspect_goes_by(capsys: Captured, tmp_path: Path) -> None:
+    path = str(tmp_path / "routing.json")
+    assert main(["inspect", f"{HERE}:Followed", "--trace", "--record", path, "--json"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", f"{HERE}:Followed", "--routing.recorded", path, "--json"]) == 0
+    rows = {row["fqn"]: row for row in json.loads(capsys.readouterr().out)["params"]}
+    assert rows["up.weight"]["matrices"] == [[8, 8], [8, 8]]
+    assert main(["inspect", f"{HERE}:deep", "--routing.recorded", path]) == 2
+    assert "is not of this model" in capsys.readouterr().err
+
+
+def test_a_module_without_inputs_cannot_be_followed(capsys: Captured) -> None:
+    assert main(["inspect", f"{HERE}:FusedByName", "--trace"]) == 2
+    assert "has no example_inputs()" in capsys.readouterr().err
+
+
+def test_a_refusal_comes_with_rules_to_paste(capsys: Captured) -> None:
+    assert main(["inspect", f"{HERE}:FusedByName"]) == 2
+    assert '[[rule]]\npattern = "qkv.weight"\nto = "matrix"\nsplit = "whole"' in capsys.readouterr().err
+
+
+def test_piped_lines_stay_short_and_places_are_on_request(capsys: Captured) -> None:
+    assert main(["inspect", f"{HERE}:deep", "--world", "64"]) == 0
+    plain = capsys.readouterr().out
+    assert max(map(len, plain.splitlines())) < 200
+    assert "bucket" not in plain.splitlines()[-12]
+    assert main(["inspect", f"{HERE}:deep", "--places"]) == 0
+    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("param"))
+    assert header.split() == ["param", "shape", "route", "matrices", "size", "home", "bucket", "why"]

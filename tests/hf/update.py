@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.hf.families import FAMILIES, build_family
 from tests.hf.models import MODELS, build
 from tests.hf.tables import GOLDEN, table_of
 
@@ -10,6 +11,9 @@ def main() -> None:
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for name in MODELS:
         (GOLDEN / f"{name}.txt").write_text(table_of(build(name)))
+        print(f"wrote {name}")
+    for name in FAMILIES:
+        (GOLDEN / f"{name}.txt").write_text(table_of(build_family(name)))
         print(f"wrote {name}")
 
 

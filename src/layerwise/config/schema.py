@@ -167,7 +167,7 @@ class RoutingConfig:
     """Refuse to train when only a fallback rule explains a param of two or more dims."""
 
     recorded: str = ""
-    """File with the routing that `layerwise inspect --record` wrote, which this run goes by. Empty: the defaults."""
+    """File with a routing that `layerwise inspect` recorded, which this run goes by. Empty: the defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -224,6 +224,63 @@ def _parallel_experts(gated: bool) -> Describe:
     return describe
 
 
+def _query_with_gate(module: nn.Module) -> Mapping[str, Split]:
+    """Latent attention whose queries come with a gate of each head's output."""
+    shape, query, gate = _pair(module, "q_gate_proj.weight"), _size(module, "qk_head_dim"), _size(module, "v_head_dim")
+    found = interleaved_rows(shape, shape[0] // (query + gate), (query, gate))
+    return {**_latent_attention(module), "q_gate_proj.weight": found}
+
+
+def _codegen(module: nn.Module) -> Mapping[str, Split]:
+    """Query, value and key in four groups of heads: as many accelerators as it was first trained on."""
+    shape = _pair(module, "qkv_proj.weight")
+    return {"qkv_proj.weight": interleaved_rows(shape, 4, (shape[0] // 12,) * 3)}
+
+
+def _first_gpt(module: nn.Module) -> Mapping[str, Split]:
+    """Its attention is called just that: known by what it holds."""
+    width, shape = getattr(module, "split_size", None), _shape(module, "c_attn.weight")
+    if not isinstance(width, int) or len(shape) != 2 or shape[1] != 3 * width:
+        return _latent_attention(module)
+    return {"c_attn.weight": transposed((shape[0], shape[1]), (width,) * 3)}
+
+
+def _groups_apart(module: nn.Module) -> Mapping[str, Split]:
+    """A linear layer for each group of heads, one below the other."""
+    rows, cols = _pair(module, "weight")
+    groups = _size(module, "n_groups")
+    return {"weight": Split(grid=(groups, rows // groups, cols), roles="arc")}
+
+
+def _hyper_connections(module: nn.Module) -> Mapping[str, Split]:
+    """Weights that collapse the streams, expand them, and mix them, where they are mixed."""
+    rows, streams = _pair(module, "fn"), _size(module, "hc_mult")
+    rest = rows[0] - 2 * streams
+    return {"fn": row_blocks(rows, _there(streams, streams, rest))}
+
+
+def _axes_of_heads(*inputs: str, outputs: tuple[str, ...] = ()) -> Describe:
+    """Weights of three dims (width, heads, size) that are one matrix each: from the width, or onto it."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        found = {}
+        for name in (*inputs, *outputs):
+            width, heads, size = _triple(_shape(module, name))
+            found[name] = Split(grid=(width, heads * size), roles="cr" if name in inputs else "rc")
+        return found
+
+    return describe
+
+
+def _whole(*names: str) -> Describe:
+    """Weights that are called as if they were several, and are one."""
+    return lambda module: {name: whole(shape) for name in names if (shape := _shape(module, name))}
+
+
+def _concatenated_experts(module: nn.Module) -> Mapping[str, Split]:
+    return _expert_stacks(module, turned=False, halves=True)
+
+
 def _gates_of_heads(module: nn.Module) -> Mapping[str, Split]:
     """RecurrentGemma: a matrix for each head, stored (in, out)."""
     names = ("input_gate_weight", "recurrent_gate_weight")
@@ -285,6 +342,24 @@ def _transposed_halves(module: nn.Module) -> Mapping[str, Split]:
 _GATE_UP = _blocks("gate_up_proj.weight", 2)
 _INTERLEAVED = _head_by_head("query_key_value.weight")
 
+_QKV_IN_THIRDS = (
+    "BlipAttention",
+    "Blip2Attention",
+    "InstructBlipAttention",
+    "InstructBlipVideoAttention",
+    "Ernie4_5_VLMoeVisionAttention",
+    "Glm4vMoeVisionAttention",
+    "Glm4vVisionAttention",
+    "Glm5NextVisionAttention",
+    "GlmOcrVisionAttention",
+    "GotOcr2VisionAttention",
+    "Qwen2_5_VLVisionAttention",
+    "Qwen3VLVisionAttention",
+    "Qwen3_5VisionAttention",
+    "Qwen3_5MoeVisionAttention",
+    "SamVisionAttention",
+)
+
 _KNOWN: dict[str, Describe] = {
     "MultiheadAttention": _torch_attention,
     "GPT2Attention": _conv1d_attention,
@@ -341,6 +416,31 @@ _KNOWN: dict[str, Describe] = {
     "Qwen3_5MoeGatedDeltaNet": _delta_net,
     "DisentangledSelfAttention": _deberta,
     "RecurrentGemmaRglru": _gates_of_heads,
+    "AXK2Attention": _query_with_gate,
+    "CodeGenAttention": _codegen,
+    "Attention": _first_gpt,
+    "DiffLlamaAttention": _blocks("v_proj.weight", 2),
+    "DeepseekV4GroupedLinear": _groups_apart,
+    "DeepseekV4Attention": _whole("kv_proj.weight"),
+    "DeepseekV4HCACompressor": _whole("kv_proj.weight"),
+    "DeepseekV4CSACompressor": _whole("kv_proj.weight"),
+    "DeepseekV4Indexer": _whole("kv_proj.weight"),
+    "DeepseekV4HyperConnection": _hyper_connections,
+    "Glm5NextTextHyperConnection": _hyper_connections,
+    "HYV4HyperConnection": _hyper_connections,
+    "XLNetRelativeAttention": _axes_of_heads("q", "k", "v", "r", outputs=("o",)),
+    "FunnelRelMultiheadAttention": _axes_of_heads("r_kernel"),
+    "JetMoeAttention": _blocks("kv_proj.weight", 2),
+    "LongcatFlashMLA": _latent_attention,
+    "LongcatFlashExperts": _concatenated_experts,
+    "MiniMaxLightningAttention": _head_by_head("qkv_proj.weight"),
+    "MiniMaxM3VLDenseMLP": _GATE_UP,
+    "ModernBertDecoderMLP": _blocks("Wi.weight", 2),
+    "MoonshineDecoderMLP": _blocks("fc1.weight", 2),
+    "MoshiGatingMLP": _blocks("fc1.weight", 2),
+    "Phi4MultimodalAttention": _grouped_query("qkv_proj.weight"),
+    "Exaone4_5_VisionAttention": _grouped_query("qkv.weight"),
+    **dict.fromkeys(_QKV_IN_THIRDS, _blocks("qkv.weight", 3)),
 }
 _KNOWN_BY_ENDING: dict[str, Describe] = {"Experts": _experts, "Attention": _latent_attention}
 """Whole families that share a layout; their entries answer only if the module has what that layout needs."""

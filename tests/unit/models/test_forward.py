@@ -78,6 +78,21 @@ def complex_rotated(x: Tensor, w: Tensor) -> Tensor:
     return attend(rotate(query), rotate(key), value)
 
 
+def partly_complex(x: Tensor, w: Tensor) -> Tensor:
+    """Half of each head is rotated as complex numbers, in place of all of it."""
+    query, key, value = map(heads, F.linear(x, w).chunk(3, -1))
+    turn = torch.polar(torch.ones(5, K // 4), torch.zeros(5, K // 4))
+
+    def rotate(part: Tensor) -> Tensor:
+        plain, turned = part.chunk(2, -1)
+        turned = torch.view_as_real(torch.view_as_complex(turned.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(
+            -2
+        )
+        return torch.cat((plain, turned), -1)
+
+    return attend(rotate(query), rotate(key), value.div_(2))
+
+
 def gated_halves(x: Tensor, w: Tensor, down: Tensor) -> Tensor:
     gate, up = F.linear(x, w).chunk(2, -1)
     return F.linear(F.silu(gate) * up, down)
@@ -191,6 +206,7 @@ ODD: list[tuple[Callable[..., Tensor], dict[str, tuple[int, ...]], dict[str, Spl
     (by_group, {"w": (48, D)}, {"w": interleaved_rows((48, D), H, (2 * K, K, K))}),
     (rotated, {"w": (36, D)}, {"w": row_blocks((36, D), (12, 12, 12))}),
     (complex_rotated, {"w": (36, D)}, {"w": row_blocks((36, D), (12, 12, 12))}),
+    (partly_complex, {"w": (36, D)}, {"w": row_blocks((36, D), (12, 12, 12))}),
     (gated_halves, {"w": (40, D), "down": (D, 20)}, {"w": row_blocks((40, D), (20, 20))}),
     (taking_turns, {"w": (40, D), "down": (D, 20)}, {"w": Split(grid=(20, 2, D), roles="rac")}),
     (glu, {"w": (40, D), "down": (D, 20)}, {"w": row_blocks((40, D), (20, 20))}),

@@ -28,6 +28,8 @@ class Source:
     """For each output a number for the set of its ends."""
     pairs: list[Tensor] = field(default_factory=list)
     """Pairs of outputs that were added to each other, as `left * n_out + right`."""
+    halves: list[Tensor] = field(default_factory=list)
+    """Pairs of outputs that became the two halves of one number, likewise."""
     has_ends: bool = False
     is_router: bool = False
     is_output: bool = False
@@ -67,18 +69,28 @@ class Features:
         found.ends[is_here[:-1]] += self._numbers[where]
         found.has_ends = True
 
+    def halves(self, source: int, pairs: Tensor) -> None:
+        """Outputs that are the two halves of one number from now on: the first stands for both."""
+        self._note(self.sources[source].halves, source, pairs)
+
     def pair(self, source: int, pairs: Tensor) -> None:
-        """Outputs that were added to each other, or are two halves of a number, belong to one matrix."""
+        """Outputs that were added to each other belong to one matrix."""
+        self._note(self.sources[source].pairs, source, pairs)
+
+    def _note(self, noted: list[Tensor], source: int, pairs: Tensor) -> None:
         found = self.sources[source]
         left, right = pairs[:, 0].long(), pairs[:, 1].long()
         codes = (left * found.n_out + right)[(left != right) & (left >= 0) & (right >= 0)]
         if codes.numel():
-            found.pairs.append(torch.unique(codes))  # as one number each: sorting rows is slow
+            noted.append(torch.unique(codes))  # as one number each: sorting rows is slow
 
     def classes(self, source: int) -> list[int]:
         """For each output the number of its class, in order of first appearance."""
         found = self.sources[source]
         ends = found.ends.tolist()
+        for code in torch.cat(found.halves).tolist() if found.halves else ():
+            first, second = divmod(code, found.n_out)
+            ends[second] = ends[first]
         if found.pairs:
             codes = torch.unique(torch.cat(found.pairs)).tolist()
             ends = _together(ends, [divmod(code, found.n_out) for code in codes])

@@ -41,7 +41,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.weights = Weights(params)
         self.features = Features()
         self.answers = Answers()
-        self.labels = Labels(self.features.pair)
+        self.labels = Labels(self.features.halves)
         self.looked_up: set[str] = set()
         self.other_uses: dict[str, Counter[str]] = {}
         """What is done with params that is no product, by operation."""
@@ -57,6 +57,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []
         self._real: dict[int, Tensor] = {}
         """Values of meta tensors that had some, by storage."""
+        self._places: dict[int, list[int]] = {}
+        """Sources of which these storages say where the largest was: who reads that lets them compete."""
         for tensor in inputs:
             if tensor.dtype.is_floating_point:
                 self.mark_live(tensor)
@@ -123,6 +125,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, call: _Call) -> None:
         held = {storage_of(tensor) for tensor in call.ins}
+        for source in (source for key in held if key in self._places for source in self._places[key]):
+            self.features.sources[source].is_router = True
         is_view = not call.name.endswith("_") and all(storage_of(out) in held for out in call.outs)
         if is_view:
             return
@@ -159,7 +163,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _pass_on(self, ins: Sequence[Tensor], outs: Sequence[Tensor], *, is_product: bool) -> None:
-        if is_product or any(storage_of(tensor) in self._live for tensor in ins):
+        is_of_params = is_product and any(self.weights.holds(tensor) for tensor in ins)
+        if is_of_params or any(storage_of(tensor) in self._live for tensor in ins):
             for out in outs:
                 self.mark_live(out)
         if not is_product and any(storage_of(tensor) in self._raw for tensor in ins):
@@ -411,6 +416,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _norm(self, call: _Call) -> None:
         for tensor in call.ins:
             self._used(tensor, call.name)
+        for fqn in self.weights.names(call.args[0]):  # a weight in place of activations
+            self.lost[fqn] = "it is normalised before it is used"
         found = self.labels.of(call.args[0])
         self._end(found, 0)
         self.labels.put(call.outs[0], found)
@@ -437,6 +444,9 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             axes = tuple(range(labels.dim())) if dims is None else tuple(dim % labels.dim() for dim in dims)
             if not constant_along(labels, axes):
                 self._end({source: labels}, 0)
+                if call.name in ("max", "min") and len(call.outs) == 2:
+                    self._places.setdefault(storage_of(call.outs[1]), []).append(source)
+                    self._kept.append(call.outs[1])
                 continue
             for axis in axes:
                 labels = labels.narrow(axis, 0, 1)

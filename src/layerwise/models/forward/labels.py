@@ -57,7 +57,7 @@ class Labels:
         for source, found in labels.items():
             if source not in stored or stored[source].numel() < count:
                 stored[source] = torch.full((count,), NONE, dtype=torch.int32, device="cpu")
-            _strided(stored[source], tensor).copy_(found.expand(tensor.shape))
+            _write(_strided(stored[source], tensor), found.expand(tensor.shape))
         if key not in self._flat:
             self._flat[key] = stored
             self._kept.append(tensor)
@@ -68,6 +68,15 @@ class Labels:
         real, imaginary = (torch.as_strided(labels, tensor.shape, strides, start + part) for part in (0, 1))
         self._on_pair(source, torch.stack([real.reshape(-1), imaginary.reshape(-1)], 1))
         return real
+
+
+def _write(target: Tensor, labels: Tensor) -> None:
+    """Copy labels to where they belong, once where a tensor repeats its elements."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, labels = target.narrow(dim, 0, 1), labels.narrow(dim, 0, 1)
+    is_same = target.untyped_storage().data_ptr() == labels.untyped_storage().data_ptr()
+    target.copy_(labels.clone() if is_same else labels)
 
 
 def _strided(flat: Tensor, tensor: Tensor) -> Tensor:

@@ -535,7 +535,9 @@ def hash_by_param(optimizer: layerwise.Optimizer) -> str:
     optimizer._engine.publisher.ensure_all()
     tensors: list[Tensor] = []
     for _, param in sorted(optimizer._engine.storage.params.items()):
-        tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
+        # Whatever shapes it has: elements count. And steps are counted beside them.
+        names = [name for name in sorted(optimizer.state[param]) if name != "step"]
+        tensors += [param, *(optimizer.state[param][name].flatten() for name in names)]
     extra = {name: value for name, value in optimizer.state_dict()["layerwise"].items() if name != "plan"}
     return hashlib.sha256((hash_tensors(tensors) + json.dumps(extra, sort_keys=True)).encode()).hexdigest()
 
@@ -547,7 +549,9 @@ def hash_everything(optimizer: layerwise.Optimizer) -> str:
     optimizer._engine.publisher.ensure_all()
     tensors = held(storage)
     for param in storage.params.values():
-        tensors += [param, *(optimizer.state[param][name] for name in sorted(optimizer.state[param]))]
+        # Whatever shapes it has: elements count. And steps are counted beside them.
+        names = [name for name in sorted(optimizer.state[param]) if name != "step"]
+        tensors += [param, *(optimizer.state[param][name].flatten() for name in names)]
     frozen = [param for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
     extra = {name: value for name, value in optimizer.state_dict()["layerwise"].items() if name != "plan"}
     counters = json.dumps(extra, sort_keys=True, default=repr)

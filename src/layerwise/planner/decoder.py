@@ -305,6 +305,7 @@ def _routed(fqn: str, shape: Decoder, experts: Experts, expert_parallel: int) ->
             shape=size,
             module_type=f"{shape.classes}Experts" if shape.classes else "GroupedExperts",
             split=split,
+            split_is_known=split is not None,
             domain=EXPERT_DOMAIN if expert_parallel > 1 else "dense",
         )
 

@@ -28,7 +28,8 @@ def test_an_optimizer_keeps_that_and_nothing_else(rule: Rule) -> None:
     module = torch.nn.Linear(4, 6, bias=False)
     optimizer = layerwise.Optimizer(module, matrix=rule, other=AdamW(lr=0.1))
     by_element, at_home = STATE[rule.kind]
-    expected = {name: [24] for name in by_element} | {f"{name}.0": list(shape) for name, shape in at_home.items()}
+    expected: dict[str, list[int]] = {"step": []}
+    expected |= {name: [6, 4] for name in by_element} | {f"{name}.0": list(shape) for name, shape in at_home.items()}
     assert {name: list(tensor.shape) for name, tensor in optimizer.state[module.weight].items()} == expected
 
 

@@ -149,7 +149,7 @@ def held(optimizer: layerwise.Optimizer) -> Iterator[tuple[str, str, int | None,
     for group in saved["param_groups"]:
         for fqn, key in zip(group["fqns"], group["params"], strict=True):
             for name, tensor in saved["state"].get(key, {}).items():
-                if tensor.numel():
+                if tensor.numel() and name != "step":  # which the last step says
                     yield fqn, name, None if "." in name else spans[fqn][0], tensor.detach().reshape(-1).clone()
 
 

@@ -3,6 +3,7 @@ of it."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,24 @@ def test_state_of_another_mesh_is_refused_by_name_and_nothing_is_lost() -> None:
         assert kept == "kept"
         assert "ValueError: state dict belongs to another layout" in layout
         assert "of param '0.weight' on other ranks, or cut in another way" in mesh
+
+
+def kept_at_home(rank: int, world: int) -> list[str]:
+    """What a state dict of either rule is warned of."""
+    mesh = init_device_mesh("cpu", (world,))
+    said = []
+    for matrix in (layerwise.Muon(lr=0.02), layerwise.NorMuon(lr=0.02)):
+        model = fully_shard(nn.Linear(4, 6), mesh=mesh)
+        optimizer = layerwise.Optimizer(model, matrix=matrix, other=layerwise.AdamW(lr=0.01))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.state_dict()
+            optimizer.state_dict()
+        said.append(" | ".join(str(warning.message) for warning in caught))
+    return said
+
+
+def test_what_homes_keep_is_said_to_go_through_no_checkpoint_of_torchs() -> None:
+    for muon, normuon in run_ranks(2, kept_at_home):
+        assert muon == ""
+        assert normuon.count("has 'row_moment' of the matrices that rank") == 1

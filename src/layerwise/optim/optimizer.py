@@ -27,13 +27,13 @@ from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.stats import StepStats, assign_norm_groups
 from layerwise.engine.step import Live, Stepper, StepPlan
 from layerwise.engine.update import AtHome
-from layerwise.errors import StateError, warn
+from layerwise.errors import StateError
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
-from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state
+from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state, say_part
 from layerwise.optim.whole import part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
 
@@ -154,6 +154,7 @@ class Optimizer(torch.optim.Optimizer):
         check_alike(groups, self._engine.roster, "is updated", self._tie_settings())
         self._steps = torch.zeros(())
         home_state = self._stepper.update.home_state_by_fqn()
+        self._kept_at_home = sorted({name.partition(".")[0] for kept in home_state.values() for name in kept})
         for fqn, tensors in self._stepper.update.state_by_fqn().items():
             param = self._engine.storage.params[fqn]
             if plan.options.memory == "params":  # then state lies as its param does
@@ -258,14 +259,8 @@ class Optimizer(torch.optim.Optimizer):
         weights as they are: what the user wrote into them counts."""
         self._engine.check_bound()
         self._stepper.refuse_half_way()
-        if not self.has_said_part and self._engine.plan.is_split and self._whole is None:
-            self.has_said_part = True
-            groups = self._engine.groups
-            warn(
-                f"state_dict() of the optimizer has the part of it that rank {groups.rank} of {groups.world} owns, not the whole: "
-                "save it on every rank, in a file of its own, and load that on the same rank. Or call consolidate_state_dict() on "
-                "every rank before, and save it on rank 0 alone.",
-            )
+        if not self.has_said_part and self._whole is None:
+            self.has_said_part = say_part(self._engine, self._kept_at_home)
         self._stepper.pull_changed()
         extra = self._extra_state()
         packed = super().state_dict()

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from layerwise.comm.sharded import local_of, placed_alike
 from layerwise.config.rules import plain_option
+from layerwise.engine.engine import Engine
 from layerwise.engine.param_groups import live_rule
+from layerwise.errors import listed, warn
 from layerwise.memory.storage import Storage
 
 _KEY = "layerwise"
@@ -40,6 +42,26 @@ def describe_spans(storage: Storage) -> dict[str, list[int]]:
             block = () if span.block is None else span.block.box.starts
             found.setdefault(span.fqn, []).extend((span.start, span.stop, *block))
     return found
+
+
+def say_part(engine: Engine, kept_at_home: Sequence[str]) -> bool:
+    """Warn that a rank's state is not the whole, where that is so; `kept_at_home` names what homes keep of matrices."""
+    groups = engine.groups
+    if engine.plan.is_split:
+        warn(
+            f"state_dict() of the optimizer has the part of it that rank {groups.rank} of {groups.world} owns, not the whole: "
+            "save it on every rank, in a file of its own, and load that on the same rank. Or call consolidate_state_dict() on "
+            "every rank before, and save it on rank 0 alone.",
+        )
+        return True
+    if kept_at_home and engine.plan.own and groups.world > 1:
+        warn(
+            f"state_dict() of the optimizer has {listed(kept_at_home)} of the matrices that rank {groups.rank} of {groups.world} is home to: "
+            "they are no DTensors, and torch.distributed.checkpoint would keep those of one rank. Save it on every rank, in a "
+            "file of its own; Muon keeps nothing of that kind, so all of its state goes through such checkpoints.",
+        )
+        return True
+    return False
 
 
 def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: bool = False) -> dict[str, object]:

@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Ranks wait for each other a third of the time: two tests at once fill two cores, and who is done first takes over from the other.
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all test-gpu lint poison reliability clean
+.PHONY: train test test-all exhaustive test-gpu lint poison reliability clean
 
 train: $(READY)
 	$(BIN)/layerwise train configs/tiny.toml --nproc 2
@@ -18,7 +18,11 @@ test: $(READY) lint
 
 # What `make test` leaves out: every option with every other, long searches, sabotaged scenes, the quick profile of the whole reliability board.
 test-all: $(READY)
-	$(SUITE) -m slow
+	$(SUITE) -m "slow and not exhaustive"
+
+# What that leaves out in turn: most cases of the largest crosses, of meshes and models with everything else.
+exhaustive: $(READY)
+	$(SUITE) -m exhaustive
 
 # What needs a GPU. CI has none: the Python that has torch for it is the one to run this with.
 test-gpu:

@@ -4,6 +4,10 @@ One thread for the test process itself, as for the ranks it forks: how many thre
 same in every run and are given the time that they take: the first text that is drawn in a new checkout builds tables for seconds.
 """
 
+import zlib
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +18,29 @@ settings.register_profile("suite", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("suite")
 if is_poisoned():
     poison_memory()
+
+CROSSES = (
+    "distributed/test_ddp.py",
+    "distributed/test_fsdp2_changes.py",
+    "distributed/test_fsdp2_life.py",
+    "distributed/test_mesh_zoo.py",
+    "distributed/test_planned_sharded.py",
+    "distributed/test_sharded_training.py",
+    "distributed/test_trainer_sharded.py",
+    "distributed/test_whole_state.py",
+    "examples/test_frameworks.py",
+    "examples/test_fsdp2.py",
+    "hf/test_sharded.py",
+    "hf/test_trace.py",
+)
+"""Files whose slow tests are crosses of meshes or models with everything else: hundreds of cases of a few seconds."""
+KEPT = 8
+"""Of these, `make test-all` runs one in so many, always the same ones; `make exhaustive` runs the others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        is_cross = item.get_closest_marker("slow") and item.path.relative_to(here).as_posix() in CROSSES
+        if is_cross and zlib.crc32(item.nodeid.encode()) % KEPT:
+            item.add_marker("exhaustive")

@@ -6,7 +6,8 @@ ranks: those of tensor parallelism share out experts, too, and each of them send
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -141,7 +142,12 @@ def _tie(model: nn.Module, names: Sequence[str]) -> None:
         setattr(model.get_submodule(path), leaf, first)
 
 
-def sync_gradients(model: nn.Module, *, on: bool) -> None:
-    """Whether the next backward reduces gradients, or leaves that to a later one."""
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """A backward in here leaves the reduction of gradients to a later one."""
     own: Any = model
-    own.set_requires_gradient_sync(on)
+    own.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        own.set_requires_gradient_sync(True)

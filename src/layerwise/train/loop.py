@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -286,18 +287,21 @@ def _wrapped(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
         bucket_mib=config.parallel.bucket_mib,
         grad_dtype=_DTYPES[config.parallel.grad_dtype],
     )
-    passes = PipelinedModel(chunks, config, grid, ranks.device) if grid.pp > 1 else WholeModel(model)
+    passes = PipelinedModel(chunks, config, grid, ranks.device) if grid.pp > 1 else WholeModel(model, model.no_sync)
     return grid, model, passes, _optimizer(model, config)
 
 
 def _sharded(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRule]) -> _Built:
     """The model as torch cuts it."""
-    from layerwise.train.sharding import ShardedModel, arrange, cut_gpt  # what it needs of torch takes long to import
+    # What these need of torch takes long to import.
+    from layerwise.comm.cutting import no_sync
+    from layerwise.train.sharding import arrange, cut_gpt
 
     grid, meshes = arrange(ranks, config.parallel)
     (model,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
     cut_gpt(model, meshes, config.parallel, _DTYPES[config.parallel.grad_dtype])
-    return grid, model, ShardedModel(model), _optimizer(model, config, rules=rules, **_routing(config))
+    passes = WholeModel(model, partial(no_sync, model))
+    return grid, model, passes, _optimizer(model, config, rules=rules, **_routing(config))
 
 
 def _routing(config: TrainConfig) -> dict[str, Any]:
@@ -311,28 +315,18 @@ def _averaged(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRu
     (module,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
     model = DistributedDataParallel(module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
     optimizer = _optimizer(model, config, rules=rules, layout=config.parallel.layout, **_routing(config))
-    return grid, model, WholeModel(model), optimizer
+    return grid, model, WholeModel(model, model.no_sync), optimizer
 
 
-def _optimizer(
-    model: nn.Module,
-    config: TrainConfig,
-    *,
-    rules: Sequence[RouteRule] | None = None,
-    strict: bool = False,
-    routing: str = "table",
-    layout: str | None = None,
-) -> layerwise.Optimizer:
+def _optimizer(model: nn.Module, config: TrainConfig, **given: Any) -> layerwise.Optimizer:
+    """The optimizer that a config asks for; `given` is what only one kind of model takes."""
     return layerwise.Optimizer(
         model,
         matrix=matrix_rule(config.optim),
         other=other_rule(config.optim),
-        rules=rules,
-        strict=strict,
-        routing=routing,
-        layout=layout,
         clip_grad_norm=config.optim.clip_grad_norm,
         qk_clip=qk_clip_of(config.optim),
+        **given,
     )
 
 

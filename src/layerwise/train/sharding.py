@@ -5,19 +5,14 @@ Imported only where that is asked for: what it needs of torch takes long to impo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
-from layerwise.comm.cutting import Meshes, Style, arrange_meshes, cut, sync_gradients
+from layerwise.comm.cutting import Meshes, Style, arrange_meshes, cut
 from layerwise.comm.joining import Grid, Ranks
-from layerwise.comm.scopes import scope
 from layerwise.config.schema import ParallelConfig
 from layerwise.layout.placing import MeshSizes
-from layerwise.train.data import Batch
 from layerwise.train.experts import Experts
-from layerwise.train.model import GPT, next_byte_loss
+from layerwise.train.model import GPT
 
 _STYLES: dict[str, Style] = {
     "embed": "vocabulary",
@@ -48,28 +43,3 @@ def cut_gpt(model: GPT, meshes: Meshes, parallel: ParallelConfig, reduce_dtype: 
         reshard_after_forward=parallel.reshard_after_forward,
         reduce_dtype=reduce_dtype,
     )
-
-
-class ShardedModel:
-    """Every rank has a part of every param, and sees losses of its own."""
-
-    def __init__(self, model: GPT) -> None:
-        self._model = model
-
-    def train(self, batches: Sequence[Batch]) -> Tensor:
-        losses = []
-        for micro, batch in enumerate(batches):
-            sync_gradients(self._model, on=micro == len(batches) - 1)
-            # The gradient of the mean over all samples: microbatches share it here, ranks in fully_shard().
-            with scope("forward"):
-                logits = self._model(batch.tokens)
-                loss = next_byte_loss(logits, batch.targets).mean() / len(batches)
-            with scope("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    @torch.no_grad()
-    def logits(self, tokens_BT: Tensor) -> Tensor | None:
-        logits: Tensor = self._model(tokens_BT)
-        return logits

@@ -6,15 +6,13 @@ this rank is one that sees them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
-import layerwise
 from layerwise.comm.joining import Grid
 from layerwise.comm.pipeline import Pipeline, Wires
 from layerwise.comm.scopes import scope
@@ -61,16 +59,17 @@ class Passes(Protocol):
 
 
 class WholeModel:
-    """Every rank has the whole model and sees its own losses."""
+    """Every rank runs the whole model, whoever holds its params, and sees its own losses."""
 
-    def __init__(self, model: layerwise.DataParallel | DistributedDataParallel) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, no_sync: Callable[[], AbstractContextManager[object]]) -> None:
+        """`no_sync` leaves the reduction of a backward's gradients to a later one."""
+        self._model, self._no_sync = model, no_sync
 
     def train(self, batches: Sequence[Batch]) -> Tensor:
         losses = []
         for micro, batch in enumerate(batches):
-            with nullcontext() if micro == len(batches) - 1 else self._model.no_sync():
-                # The gradient of the mean over all samples: microbatches share it here, ranks in the wrapper.
+            with nullcontext() if micro == len(batches) - 1 else self._no_sync():
+                # The gradient of the mean over all samples: microbatches share it here, ranks in whoever reduces gradients.
                 with scope("forward"):
                     logits = self._model(batch.tokens)
                     loss = next_byte_loss(logits, batch.targets).mean() / len(batches)

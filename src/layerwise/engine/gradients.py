@@ -86,7 +86,49 @@ class Gradients(Protocol):
         """They were used, or are not wanted any more."""
 
 
-class OwnGradients:
+class _GivenGradients:
+    """The params' own `.grad`: averages already, and nothing of ours is under way."""
+
+    are_reduced = True
+    common_divisor = 1.0
+
+    def __init__(self, storage: Storage) -> None:
+        self.said = Said()
+        self.when_dropped: Callable[[], None] = lambda: None
+        self.late: frozenset[str] = frozenset()
+        self._params = storage.params
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(grad is not None for grad in grads_of(self._params.values()))
+
+    @property
+    def arrived(self) -> frozenset[str]:
+        grads = zip(self._params, grads_of(self._params.values()), strict=True)
+        return frozenset(fqn for fqn, grad in grads if grad is not None)
+
+    def reduce_again(self, fqns: Iterable[str]) -> None:
+        """Nothing is on its way."""
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def divisor_of(self, shard: Shard) -> float:
+        return self.common_divisor
+
+    def forget(self) -> None:
+        self.said = Said()
+
+
+class _Found(NamedTuple):
+    """A param's gradient in this step, where it is if not where its param is, and what is wrong with it: then it is none."""
+
+    grad: Tensor | None
+    place: Elsewhere | None
+    problem: Exception | None = None
+
+
+class OwnGradients(_GivenGradients):
     """The params' own `.grad`, reduced by others or by nobody. In fp32 they are worked on where they are: a step holds no
     second copy of them, and they are gone afterwards.
 
@@ -96,34 +138,22 @@ class OwnGradients:
     """
 
     are_copies = False
-    are_reduced = True
-    common_divisor = 1.0
 
     def __init__(self, storage: Storage) -> None:
-        self.said = Said()
-        self.when_dropped: Callable[[], None] = lambda: None
-        self._params = storage.params
+        super().__init__(storage)
         self._shards = [(fqn, shard) for shard in storage.shards for fqn in shard.plan.fqns]
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)
         self._shard_of = dict(self._shards)
         self._bound: list[str] = []
         self._seen: set[int] = set()
         self._elsewhere: dict[str, Elsewhere] = {}
-        self.late: frozenset[str] = frozenset()
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(grad_of(param) is not None for param in self._params.values())
-
-    @property
-    def arrived(self) -> frozenset[str]:
-        return frozenset(fqn for fqn, param in self._params.items() if grad_of(param) is not None)
+        self._looked: dict[str, _Found] = {}
 
     def check(self) -> None:
-        for fqn, param in self._params.items():
-            grad = grad_of(param)
-            if grad is not None:
-                self._place_of(fqn, param, grad)
+        self._looked = {fqn: self._look(fqn) for fqn, _ in self._shards}  # `finish` comes next, and need not look again
+        for found in self._looked.values():
+            if found.problem is not None:
+                raise found.problem
 
     def _place_of(self, fqn: str, param: Tensor, grad: Tensor) -> Elsewhere | None:
         """Where a gradient is, if not where its param is; raises unless it is as it must be."""
@@ -152,8 +182,9 @@ class OwnGradients:
     def finish(self) -> frozenset[str]:
         missing, late = set(), set()
         self._bound, self._seen = [], set()
+        looked, self._looked = self._looked, {}
         for fqn, shard in self._shards:
-            grad, place = self._usable(fqn)
+            grad, place, _ = looked.get(fqn) or self._look(fqn)
             if fqn in self._elsewhere:
                 grad = self._bring(fqn, grad)
             elif place is not None:
@@ -169,14 +200,13 @@ class OwnGradients:
         self.late = frozenset(late)
         return frozenset(missing)
 
-    def _usable(self, fqn: str) -> tuple[Tensor | None, Elsewhere | None]:
-        """A param's gradient, if there is one that `check` finds nothing wrong with, and where it is."""
+    def _look(self, fqn: str) -> _Found:
         param = self._params[fqn]
         grad = grad_of(param)
         try:
-            return grad, None if grad is None else self._place_of(fqn, param, grad)
-        except (TypeError, ValueError):
-            return None, None
+            return _Found(grad, None if grad is None else self._place_of(fqn, param, grad))
+        except (TypeError, ValueError) as problem:
+            return _Found(None, None, problem)
 
     def _bring(self, fqn: str, grad: Tensor | None) -> Tensor | None:
         """A gradient where its param is, if this rank has one. All ranks call it."""
@@ -193,54 +223,34 @@ class OwnGradients:
     @torch.no_grad()
     def reduce_again(self, fqns: Iterable[str]) -> None:
         for fqn in sorted(fqns):
-            grad, place = self._usable(fqn)
+            grad, place, _ = self._look(fqn)
             if grad is not None and place is not None:
                 self._elsewhere[fqn] = place
                 self._bind(self._shard_of[fqn], place.brought(self._params[fqn], grad))
         self.late = frozenset()
 
-    def settle(self) -> None:
-        """Nothing is on its way."""
-
-    def divisor_of(self, shard: Shard) -> float:
-        return 1.0
-
     def forget(self) -> None:
-        self.said = Said()
+        super().forget()
         for fqn in self._bound:
             take_grad(self._params[fqn])
-        self._bound = []
+        self._bound, self._looked = [], {}
         for _, shard in self._shards:
             shard.update = self._nothing
 
 
-class CopiedGradients:
+class CopiedGradients(_GivenGradients):
     """The params' own `.grad`, which somebody else has made the same on every rank, where weights are in our buffers. Each
     shard's part is copied to its update, and nothing else: they stay as they are, for whoever clips, logs or zeroes them."""
 
     are_copies = True
-    are_reduced = True
-    common_divisor = 1.0
-    late: frozenset[str] = frozenset()
 
     def __init__(self, storage: Storage) -> None:
-        self.said = Said()
-        self.when_dropped: Callable[[], None] = lambda: None
-        self._params = storage.params
+        super().__init__(storage)
         self._parts = [
             (span.fqn, slice(span.start, span.stop), shard.update[span.part])
             for shard in storage.shards
             for span in shard.spans
         ]
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(grad is not None for grad in grads_of(self._params.values()))
-
-    @property
-    def arrived(self) -> frozenset[str]:
-        grads = zip(self._params, grads_of(self._params.values()), strict=True)
-        return frozenset(fqn for fqn, grad in grads if grad is not None)
 
     def check(self) -> None:
         for fqn, grad in zip(self._params, grads_of(self._params.values()), strict=True):
@@ -261,18 +271,6 @@ class CopiedGradients:
         if filled:
             torch._foreach_copy_(filled, found)
         return frozenset(self._params) - self.arrived
-
-    def reduce_again(self, fqns: Iterable[str]) -> None:
-        """Nothing is on its way."""
-
-    def settle(self) -> None:
-        """Nothing is on its way."""
-
-    def divisor_of(self, shard: Shard) -> float:
-        return 1.0
-
-    def forget(self) -> None:
-        self.said = Said()
 
 
 def _flat(grad: Tensor) -> Tensor:

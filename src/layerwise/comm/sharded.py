@@ -53,14 +53,14 @@ def like(param: Tensor, local: Tensor) -> Tensor:
     """A tensor that lies as a param does, of which this rank has `local`: not a copy of it."""
     if not is_sharded(param):
         return local.view(param.shape)
+    return _beside(param, local.view(shape_here(param)), _as_dtensor(param).placements)
+
+
+def _beside(param: Tensor, local: Tensor, placements: Sequence[Any]) -> Tensor:
+    """A DTensor of a sharded param's shape on its mesh, of which this rank has `local`."""
     own = _as_dtensor(param)
     found: Tensor = type(own.data).from_local(
-        local.view(shape_here(param)),
-        own.device_mesh,
-        own.placements,
-        run_check=False,
-        shape=own.shape,
-        stride=own.stride(),
+        local, own.device_mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
     )
     return found
 
@@ -82,10 +82,7 @@ class Elsewhere(NamedTuple):
         All ranks of the mesh call it; who has no gradient takes part with zeros."""
         own = _as_dtensor(param)
         if grad is None:
-            zeros = torch.zeros(self.shape, dtype=param.dtype, device=param.device)
-            grad = type(own.data).from_local(
-                zeros, own.device_mesh, self.placements, run_check=False, shape=own.shape, stride=own.stride()
-            )
+            grad = _beside(param, torch.zeros(self.shape, dtype=param.dtype, device=param.device), self.placements)
         return local_of(_as_dtensor(grad).redistribute(own.device_mesh, own.placements))
 
 

@@ -17,7 +17,6 @@ from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Domain, Groups, ProcessGroup, check_reach, derive_together, device_of, tie_groups
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.comm.sharded import is_sharded, local_of, reshard
-from layerwise.engine.copies import check_copies
 from layerwise.engine.gradients import CopiedGradients, Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer, StepCount
@@ -354,10 +353,6 @@ class Engine:
                     "Build the model whole and set requires_grad before wrapping it."
                 )
         self._tree.renew()  # what was changed does not matter here
-
-    def check_copies(self) -> None:
-        """Raise on every rank, naming a param, unless all ranks that should have the same weights do."""
-        check_copies(self.storage, self.communicators, self.groups)
 
     def free_buffers(self) -> None:
         """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""

@@ -19,6 +19,7 @@ from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import count_zeros, group_sums, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
+from layerwise.layout.shards import speaks_for
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
 from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
@@ -176,10 +177,7 @@ class StatsPass:
         group_position = {name: index for index, name in enumerate(self.names)}
         pairs = [(shard, span) for shard in storage.shards if _is_first_copy(shard, engine) for span in shard.spans]
         self._pairs = pairs
-        counts = [
-            shard.plan.copies(span, storage.ranks[shard.plan.domain])[0] == storage.ranks[shard.plan.domain]
-            for shard, span in pairs
-        ]
+        counts = [speaks_for(shard.plan, span, storage.ranks[shard.plan.domain]) for shard, span in pairs]
         self._device = storage.device
         ties = sorted(engine.roster.copies.items())
         self._tie_position = {tie: len(groups.stages) + index for index, (tie, _) in enumerate(ties)}

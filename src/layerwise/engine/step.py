@@ -13,7 +13,7 @@ from layerwise.comm.groups import agree_despite
 from layerwise.comm.roster import check_alike
 from layerwise.dtypes import DType
 from layerwise.engine.algorithms import LiveOptions
-from layerwise.engine.copies import check_gradients
+from layerwise.engine.copies import check_copies, check_gradients
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.loss_scale import LossScale, LossScaler
@@ -167,7 +167,7 @@ class Stepper:
         missing = gradients.finish()
         if not self._has_checked_replicas or engine.settings.check_replicas:
             # A bad start must not be spread: from now on shards of all ranks are one model.
-            engine.check_copies()
+            check_copies(engine.storage, engine.communicators, engine.groups)
             self._has_checked_replicas = True
         settings = self._settings(live)
         seen = Seen(

@@ -54,6 +54,9 @@ class AtHome(NamedTuple):
     shape: tuple[int, ...]
     first: int
     """The first of the matrix's homes, which speaks for all."""
+    matrix: str
+    """The label of the matrix."""
+    name: str
 
 
 class Update:
@@ -287,7 +290,8 @@ class Update:
                 rule = self._groups[self._group_of[item.matrix.fqn]].rule
                 if rule.is_matrix_rule:
                     for name, shape in rule.home_state(*item.matrix.logical_shape).items():
-                        found[item.matrix.fqn, f"{name}.{item.matrix.index}"] = AtHome(tuple(shape), item.homes[0])
+                        key = item.matrix.fqn, f"{name}.{item.matrix.index}"
+                        found[key] = AtHome(tuple(shape), item.homes[0], item.matrix.label, name)
         return found
 
     def home_state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
@@ -299,15 +303,9 @@ class Update:
             for position, label in enumerate(batch.labels)
         }
         found: dict[str, dict[str, Tensor]] = {}
-        for work in self._works:
-            for item in work.items:
-                rule = self._groups[self._group_of[item.matrix.fqn]].rule
-                if not rule.is_matrix_rule:
-                    continue
-                for name in rule.home_state(*item.matrix.logical_shape):
-                    nothing = torch.zeros(0, dtype=torch.float32, device=self._device)
-                    own = found.setdefault(item.matrix.fqn, {})
-                    own[f"{name}.{item.matrix.index}"] = here.get((item.matrix.label, name), nothing)
+        for (fqn, key), kept in self.at_home().items():
+            nothing = torch.zeros(0, dtype=torch.float32, device=self._device)
+            found.setdefault(fqn, {})[key] = here.get((kept.matrix, kept.name), nothing)
         return found
 
 

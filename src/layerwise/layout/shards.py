@@ -91,6 +91,11 @@ def pieces_of(plan: ShardPlan, matrix: Matrix) -> Iterator[Piece]:
                 yield Piece(span, holders)
 
 
+def speaks_for(plan: ShardPlan, span: Span, rank: int) -> bool:
+    """Whether a rank is the first of those that hold one of its spans: what is done once is done by it."""
+    return plan.copies(span, rank)[0] == rank
+
+
 def param_whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:
     """The ranks that hold all of a matrix's param in one span: what counts for it counts for all matrices of the param,
     and some params have hundreds."""

@@ -55,6 +55,13 @@ def _of_its_own(part: Tensor) -> Tensor:
     return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape)  # type: ignore[call-overload, no-any-return]
 
 
+def _move_to(param: nn.Parameter, place: Tensor) -> None:
+    """Have a param lie in its place of a buffer, with the values that it has."""
+    view = _of_its_own(place).view(param.shape)
+    view.copy_(param.data)
+    param.data = view
+
+
 def _master_of(weight: Tensor) -> Tensor:
     """fp32 memory for what the model reads in this dtype."""
     return weight if weight.dtype == torch.float32 else torch.zeros_like(weight, dtype=torch.float32)
@@ -141,9 +148,7 @@ class Storage:
         for placement in replica.plan.placements:
             param = self.params[placement.fqn]
             part = slice(placement.offset, placement.offset + placement.numel)
-            view = _of_its_own(replica.weights[part]).view(param.shape)
-            view.copy_(param.data)
-            param.data = view
+            _move_to(param, replica.weights[part])
             self._grad_parts[placement.fqn] = replica, part, param.shape
             if replica.grad is not None:
                 self._grad_views[placement.fqn] = replica.grad[part].view(param.shape)
@@ -235,11 +240,9 @@ class Storage:
             fqn = self._fqns[number]
             param = self.params[fqn]
             replica, part, shape = self._grad_parts[fqn]
-            view = _of_its_own(replica.weights[part])
-            if (param.shape, param.dtype, param.device) == (shape, view.dtype, view.device):
-                view = view.view(shape)
-                view.copy_(param.data)
-                param.data = view
+            place = replica.weights[part]
+            if (param.shape, param.dtype, param.device) == (shape, place.dtype, place.device):
+                _move_to(param, place)
                 found.add(fqn)
         return found
 

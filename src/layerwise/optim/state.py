@@ -15,7 +15,10 @@ from layerwise.engine.param_groups import live_rule
 from layerwise.errors import listed, warn
 from layerwise.memory.storage import Storage
 
-_KEY = "layerwise"
+KEY = "layerwise"
+"""Where a state dict has what is ours."""
+WHOLE = "whole"
+"""What marks one that is no rank's part."""
 STEP = "step"
 """What the state of a param that lies in memory of its own has beside tensors of its shape: successful steps so far, as
 torch's optimizers have it. It goes through checkpoints that know of state and param groups only."""
@@ -69,7 +72,7 @@ def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: boo
     told to. A `whole` one is that of all ranks."""
     groups: Any = state_dict["param_groups"]
     plain = [{name: plain_option(value) for name, value in group.items()} for group in groups]
-    return {**state_dict, "param_groups": plain, _KEY: {**extra, "whole": True} if whole else extra}
+    return {**state_dict, "param_groups": plain, KEY: {**extra, WHOLE: True} if whole else extra}
 
 
 class Fitting(NamedTuple):
@@ -132,13 +135,13 @@ class _Saved(NamedTuple):
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], mine: ExtraState) -> _Saved:
         steps = [entry[STEP] for entry in state_dict.get("state", {}).values() if STEP in entry]
-        for key in ("state", "param_groups", _KEY):
-            if key not in state_dict and not (key == _KEY and steps):
+        for key in ("state", "param_groups", KEY):
+            if key not in state_dict and not (key == KEY and steps):
                 raise ValueError(
                     f"state dict has no {key!r}: expected one that layerwise.Optimizer.state_dict() wrote."
                 )
         # torch's distributed checkpoints know of state and param groups only.
-        extra = state_dict.get(_KEY, mine)
+        extra = state_dict.get(KEY, mine)
         if steps:
             counts = {int(step) for step in steps}
             if len(counts) > 1:
@@ -146,7 +149,7 @@ class _Saved(NamedTuple):
             extra = {**extra, "step": counts.pop()}
         lacking = sorted(ExtraState.__required_keys__ - set(extra))
         if lacking:
-            raise ValueError(f"state dict entry {_KEY!r} lacks {', '.join(map(repr, lacking))}.")
+            raise ValueError(f"state dict entry {KEY!r} lacks {', '.join(map(repr, lacking))}.")
         return cls(state_dict["state"], state_dict["param_groups"], extra)
 
 

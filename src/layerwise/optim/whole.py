@@ -14,13 +14,10 @@ from layerwise.comm.collectives import Communicator
 from layerwise.engine.engine import Engine
 from layerwise.engine.update import AtHome
 from layerwise.errors import StateError
+from layerwise.layout.shards import speaks_for
 from layerwise.layout.spans import Span
 from layerwise.memory.storage import Storage
-from layerwise.optim.state import STEP, ExtraState
-
-WHOLE = "whole"
-"""What marks a state dict that is no rank's part."""
-_KEY = "layerwise"
+from layerwise.optim.state import KEY, STEP, WHOLE, ExtraState
 
 State = Mapping[str, Mapping[str, Tensor]]
 """By param and name."""
@@ -52,7 +49,7 @@ def _parts(storage: Storage) -> dict[str, list[_Part]]:
     for shard in storage.shards:
         rank = storage.ranks[shard.plan.domain]
         for span in shard.spans:
-            found.setdefault(span.fqn, []).append(_Part(span, shard.plan.copies(span, rank)[0] == rank))
+            found.setdefault(span.fqn, []).append(_Part(span, speaks_for(shard.plan, span, rank)))
     return found
 
 
@@ -95,7 +92,7 @@ def part_of(
     extra: ExtraState,
 ) -> Mapping[str, Any]:
     """This rank's part of a whole state dict, as its own `state_dict()` would have been; any other state dict as it is."""
-    theirs = state_dict.get(_KEY, {})
+    theirs = state_dict.get(KEY, {})
     if not theirs.get(WHOLE):
         return state_dict
     parts = _parts(storage)
@@ -111,7 +108,7 @@ def part_of(
             if STEP in own:
                 state[key][STEP] = torch.tensor(float(theirs["step"]))
     own_place = {name: value for name, value in extra.items() if name not in ("step", "loss_scale")}
-    return {**state_dict, "state": state, _KEY: {**theirs, **own_place}}
+    return {**state_dict, "state": state, KEY: {**theirs, **own_place}}
 
 
 def _cut(

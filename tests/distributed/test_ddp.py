@@ -189,6 +189,7 @@ RUNS: dict[str, tuple[int, Given]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name",
     sampled(

@@ -313,6 +313,7 @@ def setups_of(layout: str, world: int) -> list[Setup]:
     return [setup for setup in everything if not setup.is_refused(world)]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("world", sampled([1, 2, 3], 1, 3))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_planned_bytes_are_the_bytes_of_a_run(layout: str, world: int) -> None:

@@ -16,6 +16,8 @@ from layerwise.routing.rules import RouteRule
 from layerwise.routing.split import Split
 
 if TYPE_CHECKING:
+    from layerwise.checkpoint.loading import load
+    from layerwise.checkpoint.saving import save
     from layerwise.comm.joining import init
     from layerwise.engine.loss_scale import LossScale
     from layerwise.models.logits import record_logits
@@ -37,7 +39,9 @@ __all__ = [
     "Split",
     "__version__",
     "init",
+    "load",
     "record_logits",
+    "save",
 ]
 
 _LAZY = {
@@ -45,7 +49,9 @@ _LAZY = {
     "LossScale": "layerwise.engine.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
     "init": "layerwise.comm.joining",
+    "load": "layerwise.checkpoint.loading",
     "record_logits": "layerwise.models.logits",
+    "save": "layerwise.checkpoint.saving",
 }
 
 

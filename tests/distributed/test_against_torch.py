@@ -386,12 +386,12 @@ def scaled_step(module: nn.Module, optimizer: layerwise.Optimizer, *, overflow: 
 def test_an_overflow_skips_the_step_with_weights_masters_and_moments_untouched() -> None:
     module, optimizer = scaled_net(initial=2.0**4)
     scaled_step(module, optimizer)
-    before = [hash_tensors([tensor]) for tensor in held(optimizer._engine.storage)]
+    before = [hash_tensors([tensor]) for tensor in held(optimizer.engine.storage)]
     scaled_step(module, optimizer, overflow=True)
     assert optimizer.stats.skipped
     assert optimizer.stats.nonfinite == ("weight",)
     assert "'weight'" in optimizer.stats.skip_reason
-    assert [hash_tensors([tensor]) for tensor in held(optimizer._engine.storage)] == before
+    assert [hash_tensors([tensor]) for tensor in held(optimizer.engine.storage)] == before
     assert optimizer.stats.step == 1
 
 

@@ -28,7 +28,6 @@ from layerwise.errors import CheckpointError, listed
 from layerwise.kernels.hashing import hash_bits
 from layerwise.models.tracing import never_traced
 from layerwise.optim.optimizer import Optimizer
-from layerwise.routing.geometry import Box
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _beside(
         def tensor_of(key: str) -> Tensor:
             if key not in manifest.entries:
                 raise CheckpointError(f"the checkpoint has no tensor {key[:80]!r}, which its extra values name.")
-            return _whole(reader, manifest, key)
+            return reader.whole(key)
 
         try:
             values = from_plain(manifest.about.get(EXTRA, {}), tensor_of)
@@ -155,13 +154,6 @@ def _beside(
             )
     states = {name: values[name] for name in extra or {}}
     return {name: value for name, value in values.items() if name not in states}, states
-
-
-def _whole(reader: Reader, manifest: Manifest, key: str) -> Tensor:
-    entry = manifest.entries[key]
-    found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    reader.read(key, Box((0,) * len(entry.shape), entry.shape), found)
-    return found
 
 
 @contextmanager
@@ -239,7 +231,7 @@ def _take_generators(engine: Engine, folder: Path, manifest: Manifest) -> bool:
     with Reader(folder, manifest) as reader:
         key = f"{RNG}.{groups.rank}"
         if f"{key}.cpu" in manifest.entries:
-            torch.set_rng_state(_whole(reader, manifest, f"{key}.cpu"))
+            torch.set_rng_state(reader.whole(f"{key}.cpu"))
         if device.type == "cuda" and f"{key}.cuda" in manifest.entries:
-            torch.cuda.set_rng_state(_whole(reader, manifest, f"{key}.cuda"), device)
+            torch.cuda.set_rng_state(reader.whole(f"{key}.cuda"), device)
     return True

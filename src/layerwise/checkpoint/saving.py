@@ -34,7 +34,7 @@ _MOST_NBYTES = 16 << 20
 """Bytes of the largest item: as much memory as one tensor at a time takes on its way to disk."""
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
     """What one rank has written."""
 
     entries: dict[str, Entry]
@@ -128,8 +128,7 @@ def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]
         raise CheckpointError(
             f"{partial} is not there on rank {groups.rank}, and rank 0 has made it: expected a path in a folder that all ranks share."
         )
-    with _unchecked_sums():
-        written = _write_parts(_parts(contents, beside), partial / f"__{groups.rank}_0.distcp")
+    written = write_parts(_parts(contents, beside), partial / f"__{groups.rank}_0.distcp")
     facts = {
         "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
         "params": {name: tuple(said) for name, said in contents.facts().items()},
@@ -153,18 +152,20 @@ def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
         yield Part(key, shape, Box((0,) * len(shape), shape), tensor, True)
 
 
-def _write_parts(parts: Iterator[Part], path: Path) -> _Written:
+def write_parts(parts: Iterator[Part], path: Path) -> Written:
+    """Write parts of tensors into a data file."""
     file = DataFile(path)
     entries: dict[str, Entry] = {}
     try:
-        for part in parts:
-            chunks = []
-            for box, tensor in _pieces(part.box, part.tensor):
-                item = file.add(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor))
-                chunks.append(Chunk(box, path.name, *item))
-            before = entries[part.key].chunks if part.key in entries else ()
-            entries[part.key] = Entry(part.shape, part.dtype, (*before, *chunks))
-        return _Written(entries, {path.name: file.close()})
+        with _unchecked_sums():
+            for part in parts:
+                chunks = []
+                for box, tensor in _pieces(part.box, part.tensor):
+                    item = file.add(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor))
+                    chunks.append(Chunk(box, path.name, *item))
+                before = entries[part.key].chunks if part.key in entries else ()
+                entries[part.key] = Entry(part.shape, part.dtype, (*before, *chunks))
+        return Written(entries, {path.name: file.close()})
     except BaseException:
         file.drop()
         raise
@@ -219,10 +220,14 @@ def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -
         files.update(theirs.files)
         params.update(facts["params"])
         share.unlink()
-    about = {**about, "params": params}
-    metadata = torch_format.metadata_bytes(entries)
-    files[torch_format.FILE_NAME] = write_file(partial / torch_format.FILE_NAME, metadata)
-    manifest = Manifest(entries, files, about)
+    commit(Manifest(entries, files, {**about, "params": params}), partial, target)
+
+
+def commit(manifest: Manifest, partial: Path, target: Path) -> None:
+    """Say what is in a folder whose data files are on disk, and give it its name."""
+    metadata = torch_format.metadata_bytes(manifest.entries)
+    files = {**manifest.files, torch_format.FILE_NAME: write_file(partial / torch_format.FILE_NAME, metadata)}
+    manifest = Manifest(manifest.entries, files, manifest.about)
     manifest.check("what ranks have written")
     write_file(partial / FILE_NAME, manifest.to_bytes())
     sync_folder(partial)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerwise.checkpoint.manifest import FILE_NAME, ITEMSIZES, MOST_NBYTES, Chunk, Entry, FileFacts, Manifest
+from layerwise.checkpoint.manifest import FILE_NAME, ITEMSIZES, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.errors import CheckpointError
 from layerwise.routing.geometry import Box, flat_index, row_major_strides
 
@@ -169,8 +169,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} {what}: expected a checkpoint that was written whole.")
     with opened(path) as descriptor:
         nbytes = os.fstat(descriptor).st_size
-        if nbytes > MOST_NBYTES:
-            raise CheckpointError(f"{path} has {nbytes} bytes: no manifest has more than {MOST_NBYTES}.")
+        most = most_nbytes(sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)) - nbytes)
+        if nbytes > most:
+            raise CheckpointError(f"{path} has {nbytes} bytes: no manifest of such a checkpoint has more than {most}.")
         text = b"".join(_pieces(descriptor))
     return Manifest.from_bytes(text, str(path))
 

@@ -18,7 +18,7 @@ import layerwise
 from layerwise.checkpoint import torch_format
 from layerwise.checkpoint.contents import Contents, Part, engine_of
 from layerwise.checkpoint.files import DataFile, sync_folder, write_file
-from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest
+from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.checkpoint.plain import to_plain
 from layerwise.comm.groups import Groups, derive_together
 from layerwise.errors import CheckpointError
@@ -223,7 +223,13 @@ def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -
     files[torch_format.FILE_NAME] = write_file(partial / torch_format.FILE_NAME, metadata)
     manifest = Manifest(entries, files, about)
     manifest.check("what ranks have written")
-    write_file(partial / FILE_NAME, manifest.to_bytes())
+    text = manifest.to_bytes()
+    if len(text) > (most := most_nbytes(sum(facts.nbytes for facts in files.values()))):
+        raise CheckpointError(
+            f"{partial / FILE_NAME} would have {len(text)} bytes, expected {most} at most: what is in extra is too much for plain "
+            "values. Put it into tensors."
+        )
+    write_file(partial / FILE_NAME, text)
     sync_folder(partial)
     os.rename(partial, target)
     sync_folder(target.parent)

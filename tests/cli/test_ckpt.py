@@ -127,7 +127,9 @@ def test_state_of_torchs_own_optimizers_comes_in(tmp_path: Path) -> None:
     ours(x).square().sum().backward()
     optimizer.step()
     for name, param in ours.named_parameters():
-        torch.testing.assert_close(param, theirs.state_dict()[name], rtol=0, atol=5e-4)  # bf16 Newton-Schulz, whose update is ten times that
+        torch.testing.assert_close(
+            param, theirs.state_dict()[name], rtol=0, atol=5e-4
+        )  # bf16 Newton-Schulz, whose update is ten times that
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from layerwise.checkpoint import torch_format
 from layerwise.checkpoint.contents import Contents, Part, engine_of
 from layerwise.checkpoint.disk import sync_folder, write_file
 from layerwise.checkpoint.files import DataFile
-from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest
+from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.checkpoint.plain import to_plain
 from layerwise.comm.groups import Groups, derive_together
 from layerwise.errors import CheckpointError
@@ -155,16 +155,16 @@ def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
 def write_parts(parts: Iterator[Part], path: Path) -> Written:
     """Write parts of tensors into a data file."""
     file = DataFile(path)
-    entries: dict[str, Entry] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    chunks: dict[str, list[Chunk]] = {}
     try:
         with _unchecked_sums():
             for part in parts:
-                chunks = []
+                kinds[part.key] = part.shape, part.dtype
                 for box, tensor in _pieces(part.box, part.tensor):
                     item = file.add(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor))
-                    chunks.append(Chunk(box, path.name, *item))
-                before = entries[part.key].chunks if part.key in entries else ()
-                entries[part.key] = Entry(part.shape, part.dtype, (*before, *chunks))
+                    chunks.setdefault(part.key, []).append(Chunk(box, path.name, *item))
+        entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
         return Written(entries, {path.name: file.close()})
     except BaseException:
         file.drop()
@@ -202,7 +202,8 @@ def _unchecked_sums() -> Iterator[None]:
 
 def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -> None:
     """Put together what ranks have written, make sure that nothing is missing, and give it its name."""
-    entries: dict[str, Entry] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    chunks: dict[str, list[Chunk]] = {}
     files: dict[str, FileFacts] = {}
     params: dict[str, Any] = {}
     for rank in range(world):
@@ -210,16 +211,17 @@ def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -
         facts = json.loads(share.read_bytes())
         theirs = Manifest.from_body(facts["manifest"], str(share))
         for key, entry in theirs.entries.items():
-            own = entries.get(key, Entry(entry.shape, entry.dtype, ()))
-            if (own.shape, own.dtype) != (entry.shape, entry.dtype):
+            shape, dtype = kinds.setdefault(key, (entry.shape, entry.dtype))
+            if (shape, dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
-                    f"{key!r} is {own.shape} {own.dtype} on some ranks and {entry.shape} {entry.dtype} on others: two params have one "
+                    f"{key!r} is {shape} {dtype} on some ranks and {entry.shape} {entry.dtype} on others: two params have one "
                     "name. Name them apart; those of a pipeline stage by their number in the model."
                 )
-            entries[key] = Entry(own.shape, own.dtype, (*own.chunks, *entry.chunks))
+            chunks.setdefault(key, []).extend(entry.chunks)
         files.update(theirs.files)
         params.update(facts["params"])
         share.unlink()
+    entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
     commit(Manifest(entries, files, {**about, "params": params}), partial, target)
 
 
@@ -229,7 +231,13 @@ def commit(manifest: Manifest, partial: Path, target: Path) -> None:
     files = {**manifest.files, torch_format.FILE_NAME: write_file(partial / torch_format.FILE_NAME, metadata)}
     manifest = Manifest(manifest.entries, files, manifest.about)
     manifest.check("what ranks have written")
-    write_file(partial / FILE_NAME, manifest.to_bytes())
+    text = manifest.to_bytes()
+    if len(text) > (most := most_nbytes(sum(facts.nbytes for facts in files.values()))):
+        raise CheckpointError(
+            f"{partial / FILE_NAME} would have {len(text)} bytes, expected {most} at most: what is in extra is too much for plain "
+            "values. Put it into tensors."
+        )
+    write_file(partial / FILE_NAME, text)
     sync_folder(partial)
     os.rename(partial, target)
     sync_folder(target.parent)

@@ -19,7 +19,7 @@ import layerwise
 from layerwise.checkpoint.contents import MASTER, MODEL, STATE, ParamFacts, Part
 from layerwise.checkpoint.disk import opened
 from layerwise.checkpoint.files import Reader
-from layerwise.checkpoint.manifest import MOST_NBYTES, Manifest
+from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.saving import PARTIAL, commit, write_parts
 from layerwise.errors import CheckpointError, listed
 from layerwise.routing.geometry import Box
@@ -39,6 +39,8 @@ _NAMES = {
     "bool": "BOOL",
 }
 """What safetensors files call the dtypes of torch."""
+_MOST_HEADER = 100 << 20
+"""Bytes of the largest header that safetensors files may have."""
 _DTYPES = {theirs: ours for ours, theirs in _NAMES.items()}
 _KINDS = {
     "momentum_buffer": ("muon", "momentum"),
@@ -94,7 +96,7 @@ def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     with opened(path) as descriptor:
         nbytes = os.fstat(descriptor).st_size
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if not 0 < length <= min(MOST_NBYTES, nbytes - 8):
+        if not 0 < length <= min(_MOST_HEADER, nbytes - 8):
             raise CheckpointError(f"{path} is no safetensors file: its header would have {length} bytes.")
         try:
             header = json.loads(os.pread(descriptor, length, 8))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import Contents, engine_of
 from layerwise.checkpoint.disk import damage_of, read_manifest
 from layerwise.checkpoint.files import Reader
@@ -22,7 +23,6 @@ from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.plain import from_plain
 from layerwise.checkpoint.saving import EXTRA, RNG
 from layerwise.comm.groups import Groups, derive_together, share
-from layerwise.comm.sharded import reshard
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed
 from layerwise.kernels.hashing import hash_bits
@@ -65,7 +65,7 @@ def load(
     Args:
         path: the folder that `save` made.
         model: as for `save`.
-        optimizer: as for `save`. None loads weights alone.
+        optimizer: as for `save`. None loads weights alone, and then the model may be any module, also one that torch has cut.
         extra: objects with a `load_state_dict()` that go on from what `save` was given under the same name.
         rename: from names of params in the checkpoint, or what they begin with, to names in the model.
         missing: globs of params that the checkpoint may not have; they stay as they are.
@@ -73,31 +73,34 @@ def load(
         reset: globs of params whose optimizer state starts anew.
         verify: read every file once more to see that it is as it was written.
     """
-    engine = engine_of(model, optimizer)
-    groups, folder = engine.groups, Path(path)
+    contents: Contents | BareModule
+    if optimizer is None and model is not None and not isinstance(getattr(model, "engine", None), Engine):
+        contents = BareModule.of(model)
+    else:
+        contents = Contents(engine_of(model, optimizer), optimizer)
+    groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
     manifest = derive_together(
         groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": _digest(found)}
     )
     if verify:
         check_files(groups, folder, manifest)
-    engine.check_bound()
-    reshard(engine.chunks)
-    contents = Contents(engine, optimizer)
-    engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
-    engine.storage.take_back()
+    if isinstance(contents, Contents):
+        contents.make_ready()
     reads, values, states = derive_together(
         groups,
         "checkpoints",
         lambda: (fit(contents, manifest, policy), *_beside(folder, manifest, optimizer, extra)),
         lambda _: {},
     )
-    with Reader(folder, manifest) as reader, _replacing(engine, optimizer, manifest):
+    with Reader(folder, manifest) as reader, _replacing(contents, manifest):
         _write(groups, reader, reads)
-    check_published(engine)
+    if isinstance(contents, Contents):
+        check_published(contents.engine)
+    is_same = True
     if optimizer is not None:
         _take_schedule(optimizer, manifest)
-    is_same = _take_generators(engine, folder, manifest)
+        is_same = _take_generators(optimizer.engine, folder, manifest)
     for name, state in states.items():
         (extra or {})[name].load_state_dict(state)
     return Loaded(manifest.step, values, is_same)
@@ -157,14 +160,17 @@ def _beside(
 
 
 @contextmanager
-def _replacing(engine: Engine, optimizer: Optimizer | None, manifest: Manifest) -> Iterator[None]:
-    if optimizer is not None:
-        with optimizer.replacing_state(manifest.step, manifest.about.get("loss_scale")):
+def _replacing(contents: Contents | BareModule, manifest: Manifest) -> Iterator[None]:
+    """In here weights, masters and state are written; then what forward reads follows."""
+    if contents.optimizer is not None:
+        with contents.optimizer.replacing_state(manifest.step, manifest.about.get("loss_scale")):
             yield
         return
-    engine.publisher.ensure_all()
+    if isinstance(contents, Contents):
+        contents.engine.publisher.ensure_all()
     yield
-    engine.publisher.begin()
+    if isinstance(contents, Contents):
+        contents.engine.publisher.begin()
 
 
 def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:

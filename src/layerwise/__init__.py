@@ -16,6 +16,7 @@ from layerwise.routing.rules import RouteRule
 from layerwise.routing.split import Split
 
 if TYPE_CHECKING:
+    from layerwise.checkpoint.folder import Checkpoints
     from layerwise.checkpoint.loading import load
     from layerwise.checkpoint.saving import save
     from layerwise.comm.joining import init
@@ -28,6 +29,7 @@ __all__ = [
     "AdaMuon",
     "AdamW",
     "AttentionHeads",
+    "Checkpoints",
     "DataParallel",
     "Lion",
     "LossScale",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Checkpoints": "layerwise.checkpoint.folder",
     "DataParallel": "layerwise.parallel.data_parallel",
     "LossScale": "layerwise.engine.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",

@@ -81,6 +81,7 @@ def test_the_public_names_are_pinned() -> None:
         "AdaMuon",
         "AdamW",
         "AttentionHeads",
+        "Checkpoints",
         "DataParallel",
         "Lion",
         "LossScale",
@@ -92,7 +93,9 @@ def test_the_public_names_are_pinned() -> None:
         "Split",
         "__version__",
         "init",
+        "load",
         "record_logits",
+        "save",
     ]
     assert all(getattr(layerwise, name) is not None for name in layerwise.__all__)
 

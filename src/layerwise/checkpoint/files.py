@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written so that they are whole or not there, and read without believing what is in them.
+"""Tensors in the files of a checkpoint.
 
 Every tensor is an item as torch's own distributed checkpoints have them, and its elements lie in it row by row, at a place
 that the manifest names. So torch reads the file with its own reader, and we read it without one: nothing is unpickled.
@@ -10,24 +10,20 @@ import hashlib
 import io
 import os
 import queue
-import stat
 import threading
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerwise.checkpoint.manifest import FILE_NAME, ITEMSIZES, MOST_NBYTES, Chunk, Entry, FileFacts, Manifest
+from layerwise.checkpoint.disk import opened
+from layerwise.checkpoint.manifest import ITEMSIZES, Chunk, Entry, FileFacts, Manifest
 from layerwise.errors import CheckpointError
 from layerwise.routing.geometry import Box, flat_index, row_major_strides
 
 _ALIGNMENT = 64
-_PIECE = 4 << 20
-"""Bytes that are hashed or read at a time."""
 _BEHIND = 4
 """Pieces that hashing may be behind writing."""
 _HEADER = 30
@@ -126,73 +122,6 @@ class _Section(io.RawIOBase):
         found = os.pread(self._descriptor, left if size < 0 else min(size, left), self._offset + self._at)
         self._at += len(found)
         return found
-
-
-def write_file(path: Path, data: bytes) -> FileFacts:
-    """A small file, whole and on disk."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileFacts(len(data), hashlib.sha256(data).hexdigest())
-
-
-def sync_folder(path: Path) -> None:
-    """Have a folder's names on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """An ordinary file, open for reading: no link to somewhere else, no device, no pipe."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}. The checkpoint is damaged.") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path} is no ordinary file: expected one of a checkpoint.")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked."""
-    path = folder / FILE_NAME
-    if not folder.is_dir() or not os.path.lexists(path):
-        what = "holds no manifest.json" if folder.is_dir() else "is no folder"
-        raise CheckpointError(f"{folder} {what}: expected a checkpoint that was written whole.")
-    with opened(path) as descriptor:
-        nbytes = os.fstat(descriptor).st_size
-        if nbytes > MOST_NBYTES:
-            raise CheckpointError(f"{path} has {nbytes} bytes: no manifest has more than {MOST_NBYTES}.")
-        text = b"".join(_pieces(descriptor))
-    return Manifest.from_bytes(text, str(path))
-
-
-def _pieces(descriptor: int) -> Iterator[bytes]:
-    while piece := os.read(descriptor, _PIECE):
-        yield piece
-
-
-def damage_of(folder: Path, name: str, facts: FileFacts) -> str | None:
-    """What is wrong with a file of a checkpoint, if anything; reads all of it."""
-    try:
-        with opened(folder / name) as descriptor:
-            nbytes = os.fstat(descriptor).st_size
-            if nbytes != facts.nbytes:
-                return f"{name} has {nbytes} bytes, expected {facts.nbytes}"
-            found = hashlib.sha256()
-            for piece in _pieces(descriptor):
-                found.update(piece)
-    except CheckpointError as error:
-        return str(error)
-    return None if found.hexdigest() == facts.sha256 else f"{name} has another SHA-256 than it was written with"
 
 
 class Reader:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.checkpoint.contents import Contents, engine_of
-from layerwise.checkpoint.files import Reader, damage_of, read_manifest
+from layerwise.checkpoint.disk import damage_of, read_manifest
+from layerwise.checkpoint.files import Reader
 from layerwise.checkpoint.fitting import Policy, Read, fit
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.plain import from_plain

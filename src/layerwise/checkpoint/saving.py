@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import layerwise
 from layerwise.checkpoint import torch_format
 from layerwise.checkpoint.contents import Contents, Part, engine_of
-from layerwise.checkpoint.files import DataFile, sync_folder, write_file
+from layerwise.checkpoint.disk import sync_folder, write_file
+from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest
 from layerwise.checkpoint.plain import to_plain
 from layerwise.comm.groups import Groups, derive_together

@@ -68,9 +68,9 @@ def load(
         optimizer: as for `save`. None loads weights alone, and then the model may be any module, also one that torch has cut.
         extra: objects with a `load_state_dict()` that go on from what `save` was given under the same name.
         rename: from names of params in the checkpoint, or what they begin with, to names in the model.
-        missing: globs of params that the checkpoint may not have; they stay as they are.
-        unused: globs of params that only the checkpoint has.
-        reset: globs of params whose optimizer state starts anew.
+        missing: globs of params and buffers that the checkpoint may not have, or not in their shape; they stay as they are.
+        unused: globs of params and buffers that only the checkpoint has.
+        reset: globs of params whose optimizer state starts anew; "loss_scale" where only one side has one.
         verify: read every file once more to see that it is as it was written.
     """
     contents: Contents | BareModule
@@ -87,10 +87,11 @@ def load(
         check_files(groups, folder, manifest)
     if isinstance(contents, Contents):
         contents.make_ready()
+    elsewhere = _names_elsewhere(contents)
     reads, values, states = derive_together(
         groups,
         "checkpoints",
-        lambda: (fit(contents, manifest, policy), *_beside(folder, manifest, optimizer, extra)),
+        lambda: (fit(contents, manifest, policy, elsewhere), *_beside(folder, manifest, extra)),
         lambda _: {},
     )
     with Reader(folder, manifest) as reader, _replacing(contents, manifest):
@@ -125,16 +126,17 @@ def check_files(groups: Groups, folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{folder} is damaged: {listed(damage)}. Nothing was loaded.")
 
 
-def _beside(
-    folder: Path, manifest: Manifest, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _names_elsewhere(contents: Contents | BareModule) -> set[str]:
+    """What the other pipeline stages have, for who wants to know what nobody has."""
+    groups = contents.groups
+    if len(groups.stages) == 1:
+        return set()
+    told: list[Any] = share(groups, lambda: {"names": sorted({**contents.facts(), **contents.constant_shapes()})})
+    return {name for theirs in told for name in theirs["names"]}
+
+
+def _beside(folder: Path, manifest: Manifest, extra: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `extra` was, as values, and as states of the objects that go on from it."""
-    scale = manifest.about.get("loss_scale")
-    scaler = None if optimizer is None else optimizer.stepper.scaler
-    if optimizer is not None and (scale is None) != (scaler is None) and manifest.about.get("has_optimizer"):
-        raise CheckpointError(
-            "checkpoint and optimizer differ in loss scaling: one has it, the other has not. Construct them alike."
-        )
     with Reader(folder, manifest) as reader:
 
         def tensor_of(key: str) -> Tensor:
@@ -176,7 +178,10 @@ def _replacing(contents: Contents | BareModule, manifest: Manifest) -> Iterator[
 def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:
     def read_all() -> None:
         for key, part in reads:
-            reader.read(key, part.box, part.tensor)
+            if key is None:
+                part.tensor.zero_()
+            else:
+                reader.read(key, part.box, part.tensor)
 
     derive_together(groups, "checkpoints", read_all, lambda _: {})
 

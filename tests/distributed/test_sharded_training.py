@@ -4,7 +4,6 @@ becomes of gradients that are missing, of NaN in one replica, and of copies that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import layerwise
 from tests.marks import sampled
-from tests.mesh_zoo import Scene, whole_gradients
-from tests.meshes import MESHES, like, local
+from tests.mesh_zoo import Scene, Stage
+from tests.meshes import MESHES, local
 from tests.ranks import raised, run_ranks
 from tests.reference.oracle import Hyper, Oracle
-from tests.worlds import hash_of, hash_tensors, rules
+from tests.worlds import hash_of, rules
 
 WIDTH, VOCABULARY, LENGTH, BATCH = 8, 13, 7, 2
 STEPS = 4
@@ -191,42 +190,6 @@ def test_a_cut_model_trains_like_one_process(cut: str, world: int, peek: bool) -
 def test_a_rank_that_trains_on_the_wrong_data_is_seen() -> None:
     for worst in run_ranks(2, train, "fsdp", False, 1):
         assert all(worst[name] > 10 * TOLERANCE[name] for name in TOLERANCE), worst
-
-
-class Stage:
-    """A cut model of the zoo on this rank, with an optimizer."""
-
-    def __init__(self, rank: int, scene: Scene, **options: Any) -> None:
-        self.rank, self.mesh, self.model = rank, MESHES[scene.mesh], scene.build()
-        self.whole = {fqn: param.detach().clone() for fqn, param in self.model.named_parameters()}
-        self.mesh.cut(self.model)
-        self.params = dict(self.model.named_parameters())
-        self.hyper = replace(scene.hyper, clip=None)
-        self.oracle = Oracle(self.whole, self.model.matrices(), self.hyper)
-        self.optimizer = layerwise.Optimizer(self.model, **rules(self.hyper), **options)
-
-    def box(self, fqn: str) -> tuple[slice, ...]:
-        return self.mesh.box(self.model, fqn, self.whole[fqn].shape, self.rank)
-
-    def deliver(self, step: int) -> dict[str, Any]:
-        """Gradients for all params; returns the whole ones."""
-        grads: dict[str, Any] = dict(whole_gradients(self.whole, step))
-        for fqn, param in self.params.items():
-            param.grad = like(param, grads[fqn][self.box(fqn)])
-        return grads
-
-    def differs(self) -> list[str]:
-        return [
-            fqn
-            for fqn, param in self.params.items()
-            if local(param).numel() and not torch.equal(local(param.detach()), self.oracle.masters[fqn][self.box(fqn)])
-        ]
-
-    def hash(self) -> str:
-        """Of all that a step may change."""
-        states = [self.optimizer.state[param] for param in self.params.values()]
-        tensors = [local(tensor) for state in states for _, tensor in sorted(state.items())]
-        return hash_tensors([*(local(param.detach()) for param in self.params.values()), *tensors])
 
 
 def without_empty(rank: int, world: int, mesh: str) -> list[str]:

@@ -20,7 +20,7 @@ from tests.mesh_zoo import Scene, Stage
 from tests.meshes import MESHES, local
 from tests.ranks import RankFailure, run_ranks
 from tests.reference.oracle import Hyper
-from tests.reliability import Outcome, tally
+from tests.reliability import Outcome, tally, tally_control
 from tests.worlds import Case, deliver, gradient, hash_everything, hash_tensors, held, rules, wrap
 
 PARAMS = ("qkv.weight", "experts", "conv.weight", "embed.weight", "norm.weight", "conv.bias", "gain", "column.weight")
@@ -219,7 +219,8 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
         for scaled in (False, True):
             job = (scaled, "ignore" if sabotage else "skip", every)
             complaints.update(_complaints(f"world {world}", world, inject_all, *job, scaled=scaled))
-    return tally({**complaints, **given_complaints(quick=quick, sabotage=sabotage)})
+    given = given_complaints(quick=quick, sabotage=sabotage)
+    return tally_control(complaints, given) if sabotage else tally({**complaints, **given})
 
 
 def _complaints(name: str, world: int, inject: Callable[..., Any], *job: Any, scaled: bool) -> dict[str, str]:

@@ -19,7 +19,7 @@ from tests.distributed.test_ddp import EXPLICIT, RUNS, Given, beside_oracle
 from tests.mesh_zoo import Scene, play, problems, with_rule
 from tests.meshes import MESHES, MODELS, fits
 from tests.ranks import RankFailure, run_ranks
-from tests.reliability import Outcome, tally
+from tests.reliability import Outcome, tally, tally_control
 from tests.worlds import Case, train_and_compare
 
 LAYOUTS = ("flat", "padded", "compact", "replicated")
@@ -140,7 +140,8 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
         product = [(world, replace(found, sabotage="tie")) for world, found in product if found.pp == 2][:1]
     for world, arrangement in product[::47] if quick and not sabotage else product:
         complaints.update(_arranged_complaints(world, arrangement))
-    return tally({**complaints, **given_complaints(quick=quick, sabotage=sabotage)})
+    given = given_complaints(quick=quick, sabotage=sabotage)
+    return tally_control(complaints, given) if sabotage else tally({**complaints, **given})
 
 
 def given_complaints(*, quick: bool, sabotage: bool) -> dict[str, str]:

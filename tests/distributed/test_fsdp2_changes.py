@@ -333,9 +333,9 @@ def pair_alone(rank: int, world: int) -> dict[str, Tensor]:
     return whole(model)
 
 
-def put_off_on_some(rank: int, world: int, when: int) -> list[str]:
+def put_off_on_some(rank: int, world: int, when: int, placement: Placement) -> list[str]:
     """Sums that torch has put off, of which the last rank has none in one of three steps: what the steps say."""
-    model, optimizer = by_hand(world, Replicate())
+    model, optimizer = by_hand(world, placement)
     said = []
     for step in range(3):
         if step != when or rank != world - 1:
@@ -344,9 +344,12 @@ def put_off_on_some(rank: int, world: int, when: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("when", sampled([0, 1], 1))
-def test_a_sum_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(when: int) -> None:
-    for said in run_ranks(3, put_off_on_some, when):
+@pytest.mark.parametrize(
+    ("when", "placement"), sampled([(when, to) for when in (0, 1) for to in (Replicate(), ROWS)], (1, ROWS))
+)
+def test_a_sum_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(when: int, placement: Placement) -> None:
+    """Also where no two ranks hold the same rows: it takes all of them to bring any."""
+    for said in run_ranks(3, put_off_on_some, when, placement):
         assert [text == "nothing was raised" for text in said] == [step != when for step in range(3)]
         assert "weight (missing on 1 of 3 ranks)" in said[when]
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from layerwise.checkpoint.folder import Checkpoints
     from layerwise.checkpoint.loading import load
     from layerwise.checkpoint.saving import save
+    from layerwise.checkpoint.torch_planners import LoadPlanner, SavePlanner, TrainState
     from layerwise.comm.joining import init
     from layerwise.engine.loss_scale import LossScale
     from layerwise.models.logits import record_logits
@@ -32,13 +33,16 @@ __all__ = [
     "Checkpoints",
     "DataParallel",
     "Lion",
+    "LoadPlanner",
     "LossScale",
     "Muon",
     "NorMuon",
     "Optimizer",
     "QKClip",
     "RouteRule",
+    "SavePlanner",
     "Split",
+    "TrainState",
     "__version__",
     "init",
     "load",
@@ -49,8 +53,11 @@ __all__ = [
 _LAZY = {
     "Checkpoints": "layerwise.checkpoint.folder",
     "DataParallel": "layerwise.parallel.data_parallel",
+    "LoadPlanner": "layerwise.checkpoint.torch_planners",
     "LossScale": "layerwise.engine.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
+    "SavePlanner": "layerwise.checkpoint.torch_planners",
+    "TrainState": "layerwise.checkpoint.torch_planners",
     "init": "layerwise.comm.joining",
     "load": "layerwise.checkpoint.loading",
     "record_logits": "layerwise.models.logits",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from layerwise.checkpoint.manifest import FILE_NAME, MOST_NBYTES, FileFacts, Manifest
+from layerwise.checkpoint.manifest import FILE_NAME, FileFacts, Manifest, most_nbytes
 from layerwise.errors import CheckpointError
 
 _PIECE = 4 << 20
@@ -57,8 +57,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} {what}: expected a checkpoint that was written whole.")
     with opened(path) as descriptor:
         nbytes = os.fstat(descriptor).st_size
-        if nbytes > MOST_NBYTES:
-            raise CheckpointError(f"{path} has {nbytes} bytes: no manifest has more than {MOST_NBYTES}.")
+        most = most_nbytes(sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)) - nbytes)
+        if nbytes > most:
+            raise CheckpointError(f"{path} has {nbytes} bytes: no manifest of such a checkpoint has more than {most}.")
         text = b"".join(_pieces(descriptor))
     return Manifest.from_bytes(text, str(path))
 

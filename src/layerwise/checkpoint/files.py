@@ -157,6 +157,13 @@ class Reader:
                 f"tensor {key!r} has {found} of {box.numel} elements of a box: the manifest is wrong."
             )
 
+    def whole(self, key: str) -> Tensor:
+        """All of a tensor."""
+        entry = self._manifest.entries[key]
+        found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        self.read(key, Box((0,) * len(entry.shape), entry.shape), found)
+        return found
+
     def _part(self, entry: Entry, chunk: Chunk, part: Box) -> Tensor:
         """A part of a chunk, from the first of its rows to the last, as they lie in the file."""
         itemsize, shape = ITEMSIZES[entry.dtype], chunk.box.shape

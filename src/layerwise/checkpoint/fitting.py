@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from layerwise.checkpoint.contents import FROZEN, MASTER, MODEL, STATE, Contents, ParamFacts, Part
+from layerwise.checkpoint.bare import BareModule
+from layerwise.checkpoint.contents import FROZEN, MASTER, MODEL, STATE, Contents, ParamFacts, Part, state_key
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.config.rules import RULES_BY_KIND
 from layerwise.errors import CheckpointError, did_you_mean, listed
@@ -66,7 +67,9 @@ class _Names:
         return self._theirs.get(name, "")
 
 
-def fit(contents: Contents, manifest: Manifest, policy: Policy, elsewhere: Collection[str] = ()) -> list[Read]:
+def fit(
+    contents: Contents | BareModule, manifest: Manifest, policy: Policy, elsewhere: Collection[str] = ()
+) -> list[Read]:
     """Everything that is to be read on this rank. Raises with all problems, unless the policy says what to do; those of a
     param are the same whoever has it. `elsewhere` names what only other ranks have."""
     fitting = _Fitting(contents, manifest, policy, elsewhere)
@@ -82,7 +85,9 @@ def fit(contents: Contents, manifest: Manifest, policy: Policy, elsewhere: Colle
 
 
 class _Fitting:
-    def __init__(self, contents: Contents, manifest: Manifest, policy: Policy, elsewhere: Collection[str]) -> None:
+    def __init__(
+        self, contents: Contents | BareModule, manifest: Manifest, policy: Policy, elsewhere: Collection[str]
+    ) -> None:
         self._contents, self._entries, self._policy = contents, manifest.entries, policy
         self._about = manifest.about
         self._names = _Names(manifest, policy)
@@ -140,7 +145,7 @@ class _Fitting:
         else:
             self._takes_state.add(name)
             for kind in RULES_BY_KIND[mine.rule].state_names:
-                key = self._contents.state_key(self._names.theirs(name), kind)
+                key = state_key(self._names.theirs(name), kind)
                 if key not in self._entries:
                     yield f"{key!r} is missing in the checkpoint."
 
@@ -157,7 +162,7 @@ class _Fitting:
         has nothing to go on from starts anew, whatever was there."""
         for name, part in self._contents.masters():
             theirs = self._names.theirs(name)
-            master = self._contents.state_key(theirs, MASTER)
+            master = state_key(theirs, MASTER)
             key = master if master in self._entries else f"{MODEL}.{theirs}"
             if self._is_there(name, part.shape):
                 yield Read(key, part)
@@ -168,7 +173,7 @@ class _Fitting:
         for part in (*self._contents.state(), *self._contents.home_state()):
             name, kind = _param_and_kind(part.key, self._params)
             if kind != MASTER:
-                key = self._contents.state_key(self._names.theirs(name), kind)
+                key = state_key(self._names.theirs(name), kind)
                 yield Read(key if name in self._takes_state else None, part)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import Contents, engine_of
 from layerwise.checkpoint.disk import damage_of, read_manifest
 from layerwise.checkpoint.files import Reader
@@ -22,13 +23,11 @@ from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.plain import from_plain
 from layerwise.checkpoint.saving import EXTRA, RNG
 from layerwise.comm.groups import Groups, derive_together, share
-from layerwise.comm.sharded import reshard
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed
 from layerwise.kernels.hashing import hash_bits
 from layerwise.models.tracing import never_traced
 from layerwise.optim.optimizer import Optimizer
-from layerwise.routing.geometry import Box
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def load(
     Args:
         path: the folder that `save` made.
         model: as for `save`.
-        optimizer: as for `save`. None loads weights alone.
+        optimizer: as for `save`. None loads weights alone, and then the model may be any module, also one that torch has cut.
         extra: objects with a `load_state_dict()` that go on from what `save` was given under the same name.
         rename: from names of params in the checkpoint, or what they begin with, to names in the model.
         missing: globs of params and buffers that the checkpoint may not have, or not in their shape; they stay as they are.
@@ -74,19 +73,20 @@ def load(
         reset: globs of params whose optimizer state starts anew; "loss_scale" where only one side has one.
         verify: read every file once more to see that it is as it was written.
     """
-    engine = engine_of(model, optimizer)
-    groups, folder = engine.groups, Path(path)
+    contents: Contents | BareModule
+    if optimizer is None and model is not None and not isinstance(getattr(model, "engine", None), Engine):
+        contents = BareModule.of(model)
+    else:
+        contents = Contents(engine_of(model, optimizer), optimizer)
+    groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
     manifest = derive_together(
         groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": _digest(found)}
     )
     if verify:
         check_files(groups, folder, manifest)
-    engine.check_bound()
-    reshard(engine.chunks)
-    contents = Contents(engine, optimizer)
-    engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
-    engine.storage.take_back()
+    if isinstance(contents, Contents):
+        contents.make_ready()
     elsewhere = _names_elsewhere(contents)
     reads, values, states = derive_together(
         groups,
@@ -94,12 +94,14 @@ def load(
         lambda: (fit(contents, manifest, policy, elsewhere), *_beside(folder, manifest, extra)),
         lambda _: {},
     )
-    with Reader(folder, manifest) as reader, _replacing(engine, optimizer, manifest):
+    with Reader(folder, manifest) as reader, _replacing(contents, manifest):
         _write(groups, reader, reads)
-    check_published(engine)
+    if isinstance(contents, Contents):
+        check_published(contents.engine)
+    is_same = True
     if optimizer is not None:
         _take_schedule(optimizer, manifest)
-    is_same = _take_generators(engine, folder, manifest)
+        is_same = _take_generators(optimizer.engine, folder, manifest)
     for name, state in states.items():
         (extra or {})[name].load_state_dict(state)
     return Loaded(manifest.step, values, is_same)
@@ -124,9 +126,9 @@ def check_files(groups: Groups, folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{folder} is damaged: {listed(damage)}. Nothing was loaded.")
 
 
-def _names_elsewhere(contents: Contents) -> set[str]:
+def _names_elsewhere(contents: Contents | BareModule) -> set[str]:
     """What the other pipeline stages have, for who wants to know what nobody has."""
-    groups = contents.engine.groups
+    groups = contents.groups
     if len(groups.stages) == 1:
         return set()
     told: list[Any] = share(groups, lambda: {"names": sorted({**contents.facts(), **contents.constant_shapes()})})
@@ -140,7 +142,7 @@ def _beside(folder: Path, manifest: Manifest, extra: Mapping[str, Any] | None) -
         def tensor_of(key: str) -> Tensor:
             if key not in manifest.entries:
                 raise CheckpointError(f"the checkpoint has no tensor {key[:80]!r}, which its extra values name.")
-            return _whole(reader, manifest, key)
+            return reader.whole(key)
 
         try:
             values = from_plain(manifest.about.get(EXTRA, {}), tensor_of)
@@ -159,22 +161,18 @@ def _beside(folder: Path, manifest: Manifest, extra: Mapping[str, Any] | None) -
     return {name: value for name, value in values.items() if name not in states}, states
 
 
-def _whole(reader: Reader, manifest: Manifest, key: str) -> Tensor:
-    entry = manifest.entries[key]
-    found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    reader.read(key, Box((0,) * len(entry.shape), entry.shape), found)
-    return found
-
-
 @contextmanager
-def _replacing(engine: Engine, optimizer: Optimizer | None, manifest: Manifest) -> Iterator[None]:
-    if optimizer is not None:
-        with optimizer.replacing_state(manifest.step, manifest.about.get("loss_scale")):
+def _replacing(contents: Contents | BareModule, manifest: Manifest) -> Iterator[None]:
+    """In here weights, masters and state are written; then what forward reads follows."""
+    if contents.optimizer is not None:
+        with contents.optimizer.replacing_state(manifest.step, manifest.about.get("loss_scale")):
             yield
         return
-    engine.publisher.ensure_all()
+    if isinstance(contents, Contents):
+        contents.engine.publisher.ensure_all()
     yield
-    engine.publisher.begin()
+    if isinstance(contents, Contents):
+        contents.engine.publisher.begin()
 
 
 def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:
@@ -244,7 +242,7 @@ def _take_generators(engine: Engine, folder: Path, manifest: Manifest) -> bool:
     with Reader(folder, manifest) as reader:
         key = f"{RNG}.{groups.rank}"
         if f"{key}.cpu" in manifest.entries:
-            torch.set_rng_state(_whole(reader, manifest, f"{key}.cpu"))
+            torch.set_rng_state(reader.whole(f"{key}.cpu"))
         if device.type == "cuda" and f"{key}.cuda" in manifest.entries:
-            torch.cuda.set_rng_state(_whole(reader, manifest, f"{key}.cuda"), device)
+            torch.cuda.set_rng_state(reader.whole(f"{key}.cuda"), device)
     return True

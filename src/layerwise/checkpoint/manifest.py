@@ -20,8 +20,7 @@ from layerwise.routing.geometry import Box
 FILE_NAME = "manifest.json"
 """Written last: a folder without it is no checkpoint."""
 FORMAT = "layerwise checkpoint 1"
-MOST_NBYTES = 64 << 20
-"""A manifest that is larger is none of ours."""
+_MOST_NBYTES, _MOST_ALONE = 1 << 30, 4 << 20
 
 ITEMSIZES = {
     "float64": 8,
@@ -47,7 +46,14 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_DIMS = 16
 _MOST_NUMEL = 1 << 56
-_MOST_COMPARISONS = 20_000_000
+_MOST_BESIDE = 64 << 10
+"""Bytes of an item beside its elements, and more than enough."""
+
+
+def most_nbytes(data_nbytes: int) -> int:
+    """Bytes that a manifest of so many bytes of other files has at most. Reading JSON takes many times its own size, and an item
+    has more bytes than what is said of it."""
+    return min(_MOST_NBYTES, _MOST_ALONE + data_nbytes)
 
 
 class Chunk(NamedTuple):
@@ -120,13 +126,15 @@ class Manifest:
         """Read one that somebody wrote, and check all of it; `where` is named in the error."""
         try:
             outer = json.loads(text)
+            again = json.dumps(outer, allow_nan=False).encode()
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{where} is no manifest: {error}. The checkpoint is damaged.") from None
+            raise CheckpointError(f"{where} is no manifest: {str(error)[:200]}. The checkpoint is damaged.") from None
         if not isinstance(outer, dict) or outer.get("format") != FORMAT or not isinstance(outer.get("body"), dict):
             raise CheckpointError(
                 f"{where} is no manifest of the format {FORMAT!r}: another program or version wrote it."
             )
-        if outer.get("digest") != _digest(outer["body"]):
+        # The digest is of what the text says. 1E-8 and 1e-8, or a key that is there twice, say the same.
+        if again != text or outer.get("digest") != _digest(outer["body"]):
             raise CheckpointError(f"{where} does not have the digest that it says it has: the checkpoint is damaged.")
         found = cls.from_body(outer["body"], where)
         found.check(where)
@@ -146,7 +154,7 @@ class Manifest:
             )
             _count(found.about["step"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{where} is malformed: {type(error).__name__}: {error}.") from None
+            raise CheckpointError(f"{where} is malformed: {type(error).__name__}: {str(error)[:200]}.") from None
         return found
 
     def check(self, where: str) -> None:
@@ -156,15 +164,31 @@ class Manifest:
             raise CheckpointError(f"{where} is malformed: {problem}")
 
     def _problems(self) -> Iterator[str]:
+        chunks = [(chunk, entry) for entry in self.entries.values() for chunk in entry.chunks]
+        yield from self._file_problems(chunks)
+        overlaps = _Overlaps(len(chunks))
+        for key, entry in self.entries.items():
+            problem = _problem_with(entry, self.files, overlaps)
+            if problem is not None:
+                yield f"tensor {key[:200]!r} {problem}"
+        end, last = 0, ""
+        for chunk, _ in sorted(chunks, key=lambda one: (one[0].file, one[0].offset)):
+            if chunk.file == last and chunk.offset < end:
+                yield f"file {last!r} has items that overlap: a small file would make large tensors."
+            end, last = chunk.offset + chunk.length, chunk.file
+
+    def _file_problems(self, chunks: Sequence[tuple[Chunk, Entry]]) -> Iterator[str]:
+        explained = dict.fromkeys(self.files, _MOST_BESIDE * (len(chunks) + 1))
+        for chunk, entry in chunks:
+            if chunk.file in explained:
+                explained[chunk.file] += chunk.box.numel * ITEMSIZES.get(entry.dtype, 0)
         for name, facts in self.files.items():
             if not _NAME.fullmatch(name) and name != _FOR_TORCH:
-                yield f"it names the file {name!r}: expected a plain name."
+                yield f"it names the file {name[:80]!r}: expected a plain name."
             if not _SHA256.fullmatch(facts.sha256):
                 yield f"file {name!r} has no SHA-256 of 64 hexadecimal digits."
-        for key, entry in self.entries.items():
-            problem = _problem_with(entry, self.files)
-            if problem is not None:
-                yield f"tensor {key!r} {problem}"
+            if facts.nbytes > explained[name]:
+                yield f"file {name!r} has {facts.nbytes} bytes: its tensors have no more than {explained[name]}."
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -200,7 +224,8 @@ def _box(starts: Sequence[Any], sizes: Sequence[Any]) -> Box:
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_NUMEL:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
+        found = value if isinstance(value, int | float) else type(value).__name__
+        raise ValueError(f"{str(found)[:40]} is no count")
     return value
 
 
@@ -210,10 +235,11 @@ def _expect(value: object, kind: type) -> Any:
     return value
 
 
-def _problem_with(entry: Entry, files: Mapping[str, FileFacts]) -> str | None:
+def _problem_with(entry: Entry, files: Mapping[str, FileFacts], overlaps: _Overlaps) -> str | None:
     """What is wrong with a tensor, if anything: its chunks must make it up, each element once, within files that there
     are."""
-    if len(entry.shape) > _MOST_DIMS or entry.numel >= _MOST_NUMEL:
+    # Also where it has no elements: torch multiplies the other sizes all the same.
+    if len(entry.shape) > _MOST_DIMS or math.prod(size or 1 for size in entry.shape) >= _MOST_NUMEL:
         return f"has the shape {entry.shape[:_MOST_DIMS]}: no tensor is as large."
     if entry.dtype not in ITEMSIZES:
         return f"has the dtype {entry.dtype[:40]!r}: known are {listed(sorted(ITEMSIZES), 20)}."
@@ -230,21 +256,60 @@ def _problem_with(entry: Entry, files: Mapping[str, FileFacts]) -> str | None:
             return f"has a chunk beyond the end of its item or of the file {chunk.file!r}."
     if sum(chunk.box.numel for chunk in entry.chunks) != entry.numel:
         return "has more or fewer elements in its chunks than in all."
-    return "has chunks that overlap." if _overlap([chunk.box for chunk in entry.chunks if chunk.box.numel]) else None
+    return (
+        "has chunks that overlap." if overlaps.among([chunk.box for chunk in entry.chunks if chunk.box.numel]) else None
+    )
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether any two boxes share an element. Most are rows of a matrix: along the first dim few are alive at once."""
-    if not boxes or not boxes[0].starts:
-        return len(boxes) > 1
-    alive: list[Box] = []
-    compared = 0
-    for box in sorted(boxes):
-        alive = [other for other in alive if other.stops[0] > box.starts[0]]
-        compared += len(alive)
-        if compared > _MOST_COMPARISONS:
-            raise CheckpointError("a tensor of the checkpoint is in too many chunks: nothing of ours writes that.")
-        if any(other.intersect(box) is not None for other in alive):
+class _Overlaps:
+    """Looks for boxes that share an element. Cuts of a tensor into shards are grids, or nearly so: that goes fast. Whoever makes
+    it slow has not written what we write."""
+
+    def __init__(self, chunks: int) -> None:
+        self._left = 100_000 + 16 * chunks
+
+    def among(self, boxes: Sequence[Box], dim: int = 0) -> bool:
+        """Whether any two boxes, whose dims before this one are the same, share an element."""
+        if len(boxes) < 2:
+            return False
+        if dim == len(boxes[0].starts):
             return True
-        alive.append(box)
-    return False
+        return any(self._in_a_row(row, dim) for row in _rows(boxes, dim))
+
+    def _in_a_row(self, boxes: Sequence[Box], dim: int) -> bool:
+        if len({(box.starts[dim], box.stops[dim]) for box in boxes}) == 1:
+            return self.among(boxes, dim + 1)
+        if dim + 1 == len(boxes[0].starts):
+            return True
+        alive: list[Box] = []
+        for box in boxes:
+            alive = [other for other in alive if other.stops[dim] > box.starts[dim]]
+            self._left -= len(alive)
+            if self._left < 0:
+                raise CheckpointError(
+                    "the checkpoint has tensors in too many chunks that cross: nothing of ours writes that."
+                )
+            if any(_meet(box, other) for other in alive):
+                return True
+            alive.append(box)
+        return False
+
+
+def _rows(boxes: Sequence[Box], dim: int) -> Iterator[list[Box]]:
+    """Boxes along a dim, in sets between which there is a cut."""
+    row: list[Box] = []
+    end = 0
+    for box in sorted(boxes, key=lambda box: box.starts[dim]):
+        if row and box.starts[dim] >= end:
+            yield row
+            row = []
+        row.append(box)
+        end = max(end, box.stops[dim])
+    yield row
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(
+        start < stop and first < last
+        for start, stop, first, last in zip(one.starts, other.stops, other.starts, one.stops, strict=True)
+    )

@@ -15,6 +15,7 @@ from layerwise.config.rules import plain_option
 _TAG = "$"
 """Marks what JSON has no word for."""
 _MOST_DEPTH = 64
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def to_plain(value: object, where: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
@@ -57,15 +58,21 @@ def to_plain(value: object, where: str, tensors: dict[str, Tensor], depth: int =
             )
 
 
-def from_plain(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+def from_plain(value: Any, tensor_of: Callable[[str], Tensor], depth: int = 0) -> Any:
     """The value that was made into JSON."""
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
+
+    def inner(part: Any) -> Any:
+        return from_plain(part, tensor_of, depth + 1)
+
     if isinstance(value, list):
-        return [from_plain(part, tensor_of) for part in value]
+        return [inner(part) for part in value]
     if not isinstance(value, dict):
         return value
     match value.get(_TAG):
         case None:
-            return {key: from_plain(part, tensor_of) for key, part in value.items()}
+            return {key: inner(part) for key, part in value.items()}
         case "tensor":
             return tensor_of(str(value["key"]))
         case "float":
@@ -73,13 +80,12 @@ def from_plain(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
         case "bytes":
             return bytes.fromhex(value["hex"])
         case "dtype":
-            dtype = getattr(torch, str(value["name"]), None)
-            if not isinstance(dtype, torch.dtype):
+            if value["name"] not in _DTYPES:
                 raise ValueError(f"{str(value['name'])[:40]!r} is no dtype of torch")
-            return dtype
+            return _DTYPES[value["name"]]
         case "tuple":
-            return tuple(from_plain(part, tensor_of) for part in value["items"])
+            return tuple(inner(part) for part in value["items"])
         case "dict":
-            return {from_plain(key, tensor_of): from_plain(part, tensor_of) for key, part in value["items"]}
+            return {inner(key): inner(part) for key, part in value["items"]}
         case other:
             raise ValueError(f"{str(other)[:40]!r} is no kind of value")

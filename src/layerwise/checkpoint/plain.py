@@ -23,8 +23,11 @@ def to_plain(value: object, where: str, tensors: dict[str, Tensor], depth: int =
     if depth > _MOST_DEPTH:
         raise TypeError(f"{where[:80]}... is nested more than {_MOST_DEPTH} deep: a checkpoint holds plain values.")
     if isinstance(value, Tensor):
-        tensors[where] = value.detach()
-        return {_TAG: "tensor", "key": where}
+        key = where
+        while key in tensors:  # a.b is the place of two things: names may have dots, and numbers read like them
+            key += "'"
+        tensors[key] = value.detach()
+        return {_TAG: "tensor", "key": key}
     if not isinstance(value, list | tuple | dict | Mapping):
         value = plain_option(value)  # scalars of numpy
     if value is None or isinstance(value, bool | int | str):

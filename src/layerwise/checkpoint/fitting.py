@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
+
 from layerwise.checkpoint.contents import FROZEN, MASTER, MODEL, STATE, Contents, ParamFacts, Part
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.config.rules import RULES_BY_KIND
@@ -42,7 +44,7 @@ class _Names:
     """The checkpoint's params by the names that they have in the model."""
 
     def __init__(self, manifest: Manifest, policy: Policy) -> None:
-        self.facts = {name: ParamFacts(*said) for name, said in manifest.about.get("params", {}).items()}
+        self.facts = _facts_of(manifest)
         self._policy = policy
         self._theirs: dict[str, str] = {}
         for name, said in self.facts.items():
@@ -65,6 +67,26 @@ class _Names:
         return sorted(self._theirs)
 
 
+def _facts_of(manifest: Manifest) -> dict[str, ParamFacts]:
+    """What the checkpoint says of params; nobody has looked at it yet."""
+    said = manifest.about.get("params", {})
+    try:
+        found = {name: ParamFacts(*facts) for name, facts in said.items()}
+        right = all(
+            isinstance(facts.rule, str)
+            and isinstance(facts.split, list)
+            and all(isinstance(alias, str) for alias in facts.aliases)
+            for facts in found.values()
+        )
+    except (AttributeError, TypeError):
+        right = False
+    if not right:
+        raise CheckpointError(
+            "what the checkpoint says of params is malformed: expected shape, rule, split and aliases."
+        )
+    return found
+
+
 def fit(contents: Contents, manifest: Manifest, policy: Policy) -> list[Read]:
     """Everything that is to be read on this rank. Raises with all problems, unless the policy says what to do; those of a
     param are the same whoever has it."""
@@ -77,7 +99,24 @@ def fit(contents: Contents, manifest: Manifest, policy: Policy) -> list[Read]:
             f"the checkpoint does not fit the model ({len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was "
             f"changed):\n{shown}{more}\nrename=, missing=, unused= and reset= say what to do about such differences."
         )
-    return list(fitting.reads())
+    return [read for read in fitting.reads() if _is_alike(manifest, read)]
+
+
+def _is_alike(manifest: Manifest, read: Read) -> bool:
+    """Raise unless a tensor is what it is to be read into; a chunk of another one would be written before that shows."""
+    entry, part = manifest.entries.get(read.key), read.part
+    if entry is None:
+        raise CheckpointError(f"{read.key!r} is missing in the checkpoint.")
+    theirs, mine = _kind_of(getattr(torch, entry.dtype)), _kind_of(part.tensor.dtype)
+    if entry.shape != part.shape or theirs != mine:
+        raise CheckpointError(
+            f"{read.key!r} has the shape {entry.shape} and is {theirs} in the checkpoint, expected {part.shape} and {mine}."
+        )
+    return True
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "floating point" if dtype.is_floating_point else str(dtype)
 
 
 class _Fitting:
@@ -109,9 +148,14 @@ class _Fitting:
     def _state_problems(self, name: str, mine: ParamFacts) -> Iterator[str]:
         """What keeps a param from going on with the state that it had."""
         said = self._names.facts.get(self._names.theirs(name))
-        if said is None or _matches(name, self._policy.reset) or said.rule == mine.rule == FROZEN:
+        if _matches(name, self._policy.reset) or f"{MODEL}.{self._names.theirs(name)}" not in self._entries:
             return
-        if mine.rule == FROZEN:
+        if said is None:
+            if mine.rule != FROZEN:
+                yield f"{name!r} has no optimizer state in the checkpoint: it was no param."
+        elif said.rule == mine.rule == FROZEN:
+            return
+        elif mine.rule == FROZEN:
             if said.rule:
                 yield f"{name!r} has optimizer state in the checkpoint (of {said.rule!r}), and is frozen here."
         elif said.rule in ("", FROZEN):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from layerwise.checkpoint.manifest import ITEMSIZES
-from layerwise.comm.sharded import local_of
+from layerwise.comm.groups import Groups
+from layerwise.comm.sharded import local_of, reshard
 from layerwise.config.rules import RULES_BY_KIND, Rule
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError
@@ -61,6 +62,11 @@ class ParamFacts(NamedTuple):
     """Other names of it."""
 
 
+def state_key(name: str, kind: str) -> str:
+    """The key of some state of a param."""
+    return f"{STATE}.{name}.{kind}"
+
+
 def engine_of(model: nn.Module | None, optimizer: Optimizer | None) -> Engine:
     """The engine behind a model or its optimizer."""
     engine = optimizer.engine if optimizer is not None else getattr(model, "engine", None)
@@ -82,6 +88,17 @@ class Contents:
     engine: Engine
     optimizer: Optimizer | None
 
+    @property
+    def groups(self) -> Groups:
+        return self.engine.groups
+
+    def make_ready(self) -> None:
+        """Have params where they are trained, before something is written into them. Every rank calls it."""
+        self.engine.check_bound()
+        reshard(self.engine.chunks)
+        self.engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
+        self.engine.storage.take_back()
+
     def parts(self) -> Iterator[Part]:
         """Weights, what is not trained, and the optimizer's state."""
         yield from self.weights()
@@ -100,7 +117,7 @@ class Contents:
         for shard in self.engine.storage.shards:
             for fqn in shard.plan.fqns:
                 name = self.name_of(fqn)
-                for part in self._of_shard(self.state_key(name, MASTER), fqn, shard, shard.master):
+                for part in self._of_shard(state_key(name, MASTER), fqn, shard, shard.master):
                     yield name, part
 
     def state(self) -> Iterator[Part]:
@@ -114,7 +131,7 @@ class Contents:
                 tensors = {MASTER: shard.master} if shard.is_apart else {}
                 tensors.update({kind: shard.state[kind] for kind in rules[fqn].state_names})
                 for kind, flat in tensors.items():
-                    yield from self._of_shard(self.state_key(name, kind), fqn, shard, flat)
+                    yield from self._of_shard(state_key(name, kind), fqn, shard, flat)
 
     def home_state(self) -> Iterator[Part]:
         """What homes keep of their matrices. Of several homes all have the same."""
@@ -128,7 +145,7 @@ class Contents:
                 continue
             kind, _, index = local.rpartition(".")
             number = int(index) + self._place(fqn)[0] * len(self.engine.plan.routes[fqn].matrices)
-            key = self.state_key(self.name_of(fqn), f"{kind}.{number}")
+            key = state_key(self.name_of(fqn), f"{kind}.{number}")
             mine = home.first == ranks[self.engine.domain_of(fqn)] and self._speaks(fqn)
             yield Part(key, home.shape, _whole(home.shape), tensor, mine)
 
@@ -146,10 +163,6 @@ class Contents:
             self.name_of(name): _stacked(tuple(tensor.shape), self._place(name)[1])
             for name, tensor, _, _ in self.engine.constants_here()
         }
-
-    @staticmethod
-    def state_key(name: str, kind: str) -> str:
-        return f"{STATE}.{name}.{kind}"
 
     @property
     def rules(self) -> dict[str, type[Rule]]:

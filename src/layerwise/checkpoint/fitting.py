@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layerwise.checkpoint.contents import FROZEN, MASTER, MODEL, STATE, Contents, ParamFacts, Part
+from layerwise.checkpoint.bare import BareModule
+from layerwise.checkpoint.contents import FROZEN, MASTER, MODEL, STATE, Contents, ParamFacts, Part, state_key
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.config.rules import RULES_BY_KIND
 from layerwise.errors import CheckpointError, did_you_mean
@@ -87,7 +88,7 @@ def _facts_of(manifest: Manifest) -> dict[str, ParamFacts]:
     return found
 
 
-def fit(contents: Contents, manifest: Manifest, policy: Policy) -> list[Read]:
+def fit(contents: Contents | BareModule, manifest: Manifest, policy: Policy) -> list[Read]:
     """Everything that is to be read on this rank. Raises with all problems, unless the policy says what to do; those of a
     param are the same whoever has it."""
     fitting = _Fitting(contents, manifest, policy)
@@ -120,7 +121,7 @@ def _kind_of(dtype: torch.dtype) -> str:
 
 
 class _Fitting:
-    def __init__(self, contents: Contents, manifest: Manifest, policy: Policy) -> None:
+    def __init__(self, contents: Contents | BareModule, manifest: Manifest, policy: Policy) -> None:
         self._contents, self._entries, self._policy = contents, manifest.entries, policy
         self._names = _Names(manifest, policy)
         self._params = contents.facts()
@@ -168,14 +169,14 @@ class _Fitting:
         else:
             self._takes_state.add(name)
             for kind in RULES_BY_KIND[mine.rule].state_names:
-                key = self._contents.state_key(self._names.theirs(name), kind)
+                key = state_key(self._names.theirs(name), kind)
                 if key not in self._entries:
                     yield f"{key!r} is missing in the checkpoint."
 
     def _leftovers(self) -> Iterator[str]:
         """What of the checkpoint nobody has any use for. With several stages nobody here knows: what one misses it finds
         itself."""
-        if len(self._contents.engine.groups.stages) > 1:
+        if len(self._contents.groups.stages) > 1:
             return
         have = {self._names.theirs(name) for name in (*self._params, *self._buffers)}
         for key in self._entries:
@@ -192,7 +193,7 @@ class _Fitting:
         """Masters from masters, and from weights where those were the truth; everything else from what it was."""
         for name, part in self._contents.masters():
             theirs = self._names.theirs(name)
-            master = self._contents.state_key(theirs, MASTER)
+            master = state_key(theirs, MASTER)
             key = master if master in self._entries else f"{MODEL}.{theirs}"
             if key in self._entries:
                 yield Read(key, part)
@@ -203,7 +204,7 @@ class _Fitting:
         for part in (*self._contents.state(), *self._contents.home_state()):
             name, kind = _param_and_kind(part.key, self._params)
             if kind != MASTER and name in self._takes_state:
-                yield Read(self._contents.state_key(self._names.theirs(name), kind), part)
+                yield Read(state_key(self._names.theirs(name), kind), part)
 
 
 def _param_and_kind(key: str, params: Mapping[str, Any]) -> tuple[str, str]:

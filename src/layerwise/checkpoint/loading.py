@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import Contents, engine_of
-from layerwise.checkpoint.files import Reader, damage_of, read_manifest
+from layerwise.checkpoint.disk import damage_of, read_manifest
+from layerwise.checkpoint.files import Reader
 from layerwise.checkpoint.fitting import Policy, Read, fit
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.plain import from_plain
 from layerwise.checkpoint.saving import EXTRA, RNG
 from layerwise.comm.groups import Groups, derive_together, share
-from layerwise.comm.sharded import reshard
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed
 from layerwise.kernels.hashing import hash_bits
 from layerwise.models.tracing import never_traced
 from layerwise.optim.optimizer import Optimizer
-from layerwise.routing.geometry import Box
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def load(
     Args:
         path: the folder that `save` made.
         model: as for `save`.
-        optimizer: as for `save`. None loads weights alone.
+        optimizer: as for `save`. None loads weights alone, and then the model may be any module, also one that torch has cut.
         extra: objects with a `load_state_dict()` that go on from what `save` was given under the same name.
         rename: from names of params in the checkpoint, or what they begin with, to names in the model.
         missing: globs of params that the checkpoint may not have; they stay as they are.
@@ -74,26 +74,28 @@ def load(
         reset: globs of params whose optimizer state starts anew.
         verify: read every file once more to see that it is as it was written.
     """
-    engine = engine_of(model, optimizer)
-    groups, folder = engine.groups, Path(path)
+    contents: Contents | BareModule
+    if optimizer is None and model is not None and not isinstance(getattr(model, "engine", None), Engine):
+        contents = BareModule.of(model)
+    else:
+        contents = Contents(engine_of(model, optimizer), optimizer)
+    groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
     manifest = derive_together(
         groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": found.digest}
     )
-    engine.check_bound()
-    reshard(engine.chunks)
-    contents = Contents(engine, optimizer)
-    engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
-    engine.storage.take_back()
+    if isinstance(contents, Contents):
+        contents.make_ready()
     # What does not fit is known from the manifest, before all files are read.
     reads = derive_together(groups, "checkpoints", lambda: fit(contents, manifest, policy), lambda _: {})
     if verify:
         check_files(groups, folder, manifest)
-    beside = derive_together(groups, "checkpoints", lambda: _beside(folder, manifest, contents, extra), lambda _: {})
-    with Reader(folder, manifest) as reader, _replacing(engine, optimizer, manifest.step, beside.scale):
+    beside = derive_together(groups, "checkpoints", lambda: _beside(folder, manifest, optimizer, extra), lambda _: {})
+    with Reader(folder, manifest) as reader, _replacing(contents, manifest.step, beside.scale):
         _write(groups, reader, reads)
-    check_published(engine)
-    beside.take(contents, extra or {})
+    if isinstance(contents, Contents):
+        check_published(contents.engine)
+    beside.take(optimizer, extra or {})
     return Loaded(manifest.step, beside.values, beside.generators is not None)
 
 
@@ -127,21 +129,22 @@ class _Beside:
     generators: dict[str, Tensor] | None
     """Where this rank's random number generators were, by device; None on another number of ranks."""
 
-    def take(self, contents: Contents, extra: Mapping[str, Any]) -> None:
+    def take(self, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
         """Have everything go on from it."""
-        for group in [] if contents.optimizer is None else contents.optimizer.param_groups:
-            group["lr"] = self.rates.get(group["name"], group["lr"])
-        for kind, state in (self.generators or {}).items():
-            if kind == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, contents.engine.storage.device)
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rates.get(group["name"], group["lr"])
+            for kind, state in (self.generators or {}).items():
+                if kind == "cpu":
+                    torch.set_rng_state(state)
+                else:
+                    torch.cuda.set_rng_state(state, optimizer.engine.storage.device)
         for name, state in self.states.items():
             extra[name].load_state_dict(state)
 
 
-def _beside(folder: Path, manifest: Manifest, contents: Contents, extra: Mapping[str, Any] | None) -> _Beside:
-    about, optimizer = manifest.about, contents.optimizer
+def _beside(folder: Path, manifest: Manifest, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> _Beside:
+    about = manifest.about
     with Reader(folder, manifest) as reader:
         named: set[str] = set()
 
@@ -150,13 +153,13 @@ def _beside(folder: Path, manifest: Manifest, contents: Contents, extra: Mapping
             if key not in manifest.entries or key in named:
                 raise ValueError(f"tensor {key[:80]!r} is not there, or named twice")
             named.add(key)
-            return _whole(reader, manifest, key)
+            return reader.whole(key)
 
         try:
             values = _expect(from_plain(about.get(EXTRA, {}), tensor_of), dict)
             scale = _scale_of(about.get("loss_scale"))
             rates = {} if optimizer is None else _rates_of(optimizer, from_plain(about.get("options", []), _no_tensor))
-            generators = _generators_of(contents.engine, reader, manifest)
+            generators = {} if optimizer is None else _generators_of(optimizer.engine, reader, manifest)
         except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(f"{folder}: what it has beside tensors of the model is malformed: {what}.") from None
@@ -225,29 +228,23 @@ def _generators_of(engine: Engine, reader: Reader, manifest: Manifest) -> dict[s
     for kind in dict.fromkeys(("cpu", device.type)):
         key = f"{RNG}.{groups.rank}.{kind}"
         if key in manifest.entries:
-            found[kind] = _whole(reader, manifest, key)
+            found[kind] = reader.whole(key)
             torch.Generator(kind).set_state(found[kind])  # raises, unless it is one
     return found
 
 
-def _whole(reader: Reader, manifest: Manifest, key: str) -> Tensor:
-    entry = manifest.entries[key]
-    found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    reader.read(key, Box((0,) * len(entry.shape), entry.shape), found)
-    return found
-
-
 @contextmanager
-def _replacing(
-    engine: Engine, optimizer: Optimizer | None, step: int, scale: Mapping[str, float] | None
-) -> Iterator[None]:
-    if optimizer is not None:
-        with optimizer.replacing_state(step, scale):
+def _replacing(contents: Contents | BareModule, step: int, scale: Mapping[str, float] | None) -> Iterator[None]:
+    """In here weights, masters and state are written; then what forward reads follows."""
+    if contents.optimizer is not None:
+        with contents.optimizer.replacing_state(step, scale):
             yield
         return
-    engine.publisher.ensure_all()
+    if isinstance(contents, Contents):
+        contents.engine.publisher.ensure_all()
     yield
-    engine.publisher.begin()
+    if isinstance(contents, Contents):
+        contents.engine.publisher.begin()
 
 
 def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:

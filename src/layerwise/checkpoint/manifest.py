@@ -20,7 +20,7 @@ from layerwise.routing.geometry import Box
 FILE_NAME = "manifest.json"
 """Written last: a folder without it is no checkpoint."""
 FORMAT = "layerwise checkpoint 1"
-_MOST_NBYTES, _MOST_ALONE = 64 << 20, 1 << 20
+_MOST_NBYTES, _MOST_ALONE = 1 << 30, 1 << 20
 
 ITEMSIZES = {
     "float64": 8,

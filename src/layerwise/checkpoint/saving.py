@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import layerwise
 from layerwise.checkpoint import torch_format
 from layerwise.checkpoint.contents import Contents, Part, engine_of
-from layerwise.checkpoint.files import DataFile, sync_folder, write_file
+from layerwise.checkpoint.disk import sync_folder, write_file
+from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.checkpoint.plain import to_plain
 from layerwise.comm.groups import Groups, derive_together
@@ -33,7 +34,7 @@ _MOST_NBYTES = 16 << 20
 """Bytes of the largest item: as much memory as one tensor at a time takes on its way to disk."""
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
     """What one rank has written."""
 
     entries: dict[str, Entry]
@@ -127,8 +128,7 @@ def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]
         raise CheckpointError(
             f"{partial} is not there on rank {groups.rank}, and rank 0 has made it: expected a path in a folder that all ranks share."
         )
-    with _unchecked_sums():
-        written = _write_parts(_parts(contents, beside), partial / f"__{groups.rank}_0.distcp")
+    written = write_parts(_parts(contents, beside), partial / f"__{groups.rank}_0.distcp")
     facts = {
         "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
         "params": {name: tuple(said) for name, said in contents.facts().items()},
@@ -152,18 +152,20 @@ def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
         yield Part(key, shape, Box((0,) * len(shape), shape), tensor, True)
 
 
-def _write_parts(parts: Iterator[Part], path: Path) -> _Written:
+def write_parts(parts: Iterator[Part], path: Path) -> Written:
+    """Write parts of tensors into a data file."""
     file = DataFile(path)
-    entries: dict[str, Entry] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    chunks: dict[str, list[Chunk]] = {}
     try:
-        for part in parts:
-            chunks = []
-            for box, tensor in _pieces(part.box, part.tensor):
-                item = file.add(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor))
-                chunks.append(Chunk(box, path.name, *item))
-            before = entries[part.key].chunks if part.key in entries else ()
-            entries[part.key] = Entry(part.shape, part.dtype, (*before, *chunks))
-        return _Written(entries, {path.name: file.close()})
+        with _unchecked_sums():
+            for part in parts:
+                kinds[part.key] = part.shape, part.dtype
+                for box, tensor in _pieces(part.box, part.tensor):
+                    item = file.add(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor))
+                    chunks.setdefault(part.key, []).append(Chunk(box, path.name, *item))
+        entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
+        return Written(entries, {path.name: file.close()})
     except BaseException:
         file.drop()
         raise
@@ -200,7 +202,8 @@ def _unchecked_sums() -> Iterator[None]:
 
 def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -> None:
     """Put together what ranks have written, make sure that nothing is missing, and give it its name."""
-    entries: dict[str, Entry] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    chunks: dict[str, list[Chunk]] = {}
     files: dict[str, FileFacts] = {}
     params: dict[str, Any] = {}
     for rank in range(world):
@@ -208,20 +211,25 @@ def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -
         facts = json.loads(share.read_bytes())
         theirs = Manifest.from_body(facts["manifest"], str(share))
         for key, entry in theirs.entries.items():
-            own = entries.get(key, Entry(entry.shape, entry.dtype, ()))
-            if (own.shape, own.dtype) != (entry.shape, entry.dtype):
+            shape, dtype = kinds.setdefault(key, (entry.shape, entry.dtype))
+            if (shape, dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
-                    f"{key!r} is {own.shape} {own.dtype} on some ranks and {entry.shape} {entry.dtype} on others: two params have one "
+                    f"{key!r} is {shape} {dtype} on some ranks and {entry.shape} {entry.dtype} on others: two params have one "
                     "name. Name them apart; those of a pipeline stage by their number in the model."
                 )
-            entries[key] = Entry(own.shape, own.dtype, (*own.chunks, *entry.chunks))
+            chunks.setdefault(key, []).extend(entry.chunks)
         files.update(theirs.files)
         params.update(facts["params"])
         share.unlink()
-    about = {**about, "params": params}
-    metadata = torch_format.metadata_bytes(entries)
-    files[torch_format.FILE_NAME] = write_file(partial / torch_format.FILE_NAME, metadata)
-    manifest = Manifest(entries, files, about)
+    entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
+    commit(Manifest(entries, files, {**about, "params": params}), partial, target)
+
+
+def commit(manifest: Manifest, partial: Path, target: Path) -> None:
+    """Say what is in a folder whose data files are on disk, and give it its name."""
+    metadata = torch_format.metadata_bytes(manifest.entries)
+    files = {**manifest.files, torch_format.FILE_NAME: write_file(partial / torch_format.FILE_NAME, metadata)}
+    manifest = Manifest(manifest.entries, files, manifest.about)
     manifest.check("what ranks have written")
     text = manifest.to_bytes()
     if len(text) > (most := most_nbytes(sum(facts.nbytes for facts in files.values()))):

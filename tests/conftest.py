@@ -21,6 +21,7 @@ if is_poisoned():
     poison_memory()
 
 CROSSES = (
+    "distributed/test_checkpoints.py",
     "distributed/test_ddp.py",
     "distributed/test_fsdp2_changes.py",
     "distributed/test_fsdp2_life.py",

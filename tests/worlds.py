@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerwise
+from layerwise.comm.sharded import local_of
 from layerwise.engine import engine
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
@@ -551,8 +552,8 @@ def hash_everything(optimizer: layerwise.Optimizer) -> str:
     for param in storage.params.values():
         # Whatever shapes it has: elements count. And steps are counted beside them.
         names = [name for name in sorted(optimizer.state[param]) if name != "step"]
-        tensors += [param, *(optimizer.state[param][name].flatten() for name in names)]
-    frozen = [param for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
+        tensors += [local_of(param), *(local_of(optimizer.state[param][name]).flatten() for name in names)]
+    frozen = [local_of(param) for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
     extra = {name: value for name, value in optimizer.state_dict()["layerwise"].items() if name != "plan"}
     counters = json.dumps(extra, sort_keys=True, default=repr)
     return hashlib.sha256((hash_tensors([*tensors, *frozen]) + counters).encode()).hexdigest()

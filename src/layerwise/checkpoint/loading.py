@@ -69,9 +69,9 @@ def load(
         optimizer: as for `save`. None loads weights alone, and then the model may be any module, also one that torch has cut.
         extra: objects with a `load_state_dict()` that go on from what `save` was given under the same name.
         rename: from names of params in the checkpoint, or what they begin with, to names in the model.
-        missing: globs of params that the checkpoint may not have; they stay as they are.
-        unused: globs of params that only the checkpoint has.
-        reset: globs of params whose optimizer state starts anew.
+        missing: globs of params and buffers that the checkpoint may not have, or not in their shape; they stay as they are.
+        unused: globs of params and buffers that only the checkpoint has.
+        reset: globs of params whose optimizer state starts anew; "loss_scale" where only one side has one.
         verify: read every file once more to see that it is as it was written.
     """
     contents: Contents | BareModule
@@ -86,8 +86,9 @@ def load(
     )
     if isinstance(contents, Contents):
         contents.make_ready()
+    elsewhere = _names_elsewhere(contents)
     # What does not fit is known from the manifest, before all files are read.
-    reads = derive_together(groups, "checkpoints", lambda: fit(contents, manifest, policy), lambda _: {})
+    reads = derive_together(groups, "checkpoints", lambda: fit(contents, manifest, policy, elsewhere), lambda _: {})
     if verify:
         check_files(groups, folder, manifest)
     beside = derive_together(groups, "checkpoints", lambda: _beside(folder, manifest, optimizer, extra), lambda _: {})
@@ -112,6 +113,15 @@ def check_files(groups: Groups, folder: Path, manifest: Manifest) -> None:
     damage = [text for theirs in found for text in theirs["damage"]]
     if damage:
         raise CheckpointError(f"{folder} is damaged: {listed(damage)}. Nothing was loaded.")
+
+
+def _names_elsewhere(contents: Contents | BareModule) -> set[str]:
+    """What the other pipeline stages have, for who wants to know what nobody has."""
+    groups = contents.groups
+    if len(groups.stages) == 1:
+        return set()
+    told: list[Any] = share(groups, lambda: {"names": sorted({**contents.facts(), **contents.constant_shapes()})})
+    return {name for theirs in told for name in theirs["names"]}
 
 
 @dataclass(frozen=True)
@@ -163,11 +173,6 @@ def _beside(folder: Path, manifest: Manifest, optimizer: Optimizer | None, extra
         except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(f"{folder}: what it has beside tensors of the model is malformed: {what}.") from None
-    scaler = None if optimizer is None else optimizer.stepper.scaler
-    if optimizer is not None and (scale is None) != (scaler is None) and about.get("has_optimizer"):
-        raise CheckpointError(
-            "checkpoint and optimizer differ in loss scaling: one has it, the other has not. Construct them alike."
-        )
     lacking = sorted(set(extra or {}) - set(values))
     if lacking:
         raise CheckpointError(f"the checkpoint has no extra {listed(lacking)}: it has {listed(sorted(values))}.")
@@ -250,7 +255,10 @@ def _replacing(contents: Contents | BareModule, step: int, scale: Mapping[str, f
 def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:
     def read_all() -> None:
         for key, part in reads:
-            reader.read(key, part.box, part.tensor)
+            if key is None:
+                part.tensor.zero_()
+            else:
+                reader.read(key, part.box, part.tensor)
 
     derive_together(groups, "checkpoints", read_all, lambda _: {})
 

@@ -17,6 +17,7 @@ from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import count_zeros, group_sums, square_sums
+from layerwise.layout.boxes import BoxShards
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
 from layerwise.layout.shards import speaks_for
@@ -76,8 +77,9 @@ class Totals:
     """(stage, fqn) of params that got a gradient on some rank after their reduction: it has to be reduced too, by all."""
     nothing_arrived: bool
     """No param has a gradient on any rank."""
-    partly_missing: Mapping[str, tuple[int, int]]
-    """Params that have a gradient on some of the ranks that hold any of them: on how many it is missing, of how many."""
+    disagreeing: Mapping[str, tuple[int, int]]
+    """Params of which some rank has a gradient and another none, though both hold the same part of them, or though it takes
+    all of them to bring it: on how many ranks that hold any it is missing, of how many."""
     consistent: bool
     """All ranks of a stage have the same settings, and all copies of a tied weight."""
     problems: int
@@ -130,6 +132,8 @@ class Seen:
     """Params without a gradient here."""
     late: frozenset[str]
     """Params that got one after their reduction."""
+    joint: frozenset[str]
+    """Params whose gradient it takes all ranks to bring. The same ones on every rank."""
     settings: str
     """Everything that all ranks of a stage must have in common."""
     tie_settings: Mapping[str, str]
@@ -152,6 +156,7 @@ class _Parts(NamedTuple):
     late: Tensor
     missing: Tensor
     nonfinite: Tensor
+    disagreeing: Tensor
 
 
 class StatsPass:
@@ -187,7 +192,11 @@ class StatsPass:
             *(sum(self._stage_sizes[stage] for stage in copies) for _, copies in ties),
         ]
         self._sizes = stats_sizes(
-            norm_groups=len(self.names), stages=len(groups.stages), ties=len(ties), params=len(self._entries)
+            norm_groups=len(self.names),
+            stages=len(groups.stages),
+            ties=len(ties),
+            params=len(self._entries),
+            parted=len(engine.plan.copied_in_parts),
         )
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
@@ -209,6 +218,11 @@ class StatsPass:
         # Where ranks hold different experts under one name, one count is of several params.
         apart = {fqn for shard in engine.plan.own for fqn in shard.fqns if shard.world < engine.plan.world}
         self._is_one = torch.tensor([fqn not in apart for _, fqn in self._entries], dtype=torch.bool)
+        # Those of which every holder has the same, so that their counts tell it all.
+        parted = {fqn for shard in engine.plan.own if len(shard.boxes.copies) > 1 for fqn in shard.fqns}
+        self._is_whole = torch.tensor([fqn not in parted for _, fqn in self._entries], dtype=torch.bool)
+        self._votes = {shard.fqn: _vote(shard, engine) for shard in engine.plan.copied_in_parts}
+        self._voted = torch.tensor([position[fqn] for fqn in self._votes], dtype=torch.long)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
     @property
@@ -236,6 +250,8 @@ class StatsPass:
         parts.squared_words.copy_(parts.words.square())
         parts.late.copy_(self._flags(mine.late))
         parts.missing.copy_(self._flags(mine.missing))
+        votes = [vote if fqn in mine.missing else 0 for fqn, vote in self._votes.items()]
+        parts.disagreeing.copy_(torch.tensor(votes, dtype=torch.float64))
         vector = known.to(self._device, non_blocking=True)
         parts = self._parts(vector)
         sums = square_sums(self._updates.now()).to(self._device) * self._weights(divisors)
@@ -245,7 +261,7 @@ class StatsPass:
         # Counts are exact in any order.
         parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._read(self._parts(vector.cpu()), divisors)
+        return self._read(self._parts(vector.cpu()), divisors, mine.joint)
 
     def meet(self, settings: str) -> bool:
         """Send these settings and nothing else, where other ranks may be sending all of theirs; whether all are the same."""
@@ -287,7 +303,7 @@ class StatsPass:
         sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(HASH_WORDS)
         return bool((parts.squared_words * sizes == parts.words.square()).all())
 
-    def _read(self, parts: _Parts, divisors: Divisors) -> Totals:
+    def _read(self, parts: _Parts, divisors: Divisors, joint: Collection[str]) -> Totals:
         return Totals(
             square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
             num_zeros=int(parts.zeros) if self._zeros else None,
@@ -295,9 +311,9 @@ class StatsPass:
             nonfinite=tuple(map(self._name, self._counted(parts.nonfinite))),
             late=frozenset(self._counted(parts.late)),
             nothing_arrived=torch.equal(parts.missing, self._everywhere),
-            partly_missing={
+            disagreeing={
                 self._name(self._entries[index]): (int(parts.missing[index]), int(self._everywhere[index]))
-                for index in self._partly(parts.missing)
+                for index in self._disagreeing(parts, joint)
             },
             consistent=self._is_consistent(parts),
             problems=int(parts.problems),
@@ -306,9 +322,14 @@ class StatsPass:
             divisors=divisors,
         )
 
-    def _partly(self, counts: Tensor) -> list[int]:
-        """Places of the params that were counted on some of their ranks."""
-        found: list[int] = (self._is_one & (counts > 0) & (counts < self._everywhere)).nonzero().flatten().tolist()
+    def _disagreeing(self, parts: _Parts, joint: Collection[str]) -> list[int]:
+        """Places of the params whose holders do not agree on whether there is a gradient, though they must."""
+        is_partial = (parts.missing > 0) & (parts.missing < self._everywhere)
+        if not is_partial.any():
+            return []
+        is_due = self._is_one & (self._is_whole | (parts.late > 0) | (self._flags(joint) > 0))
+        is_due[self._voted[parts.disagreeing != 0]] = True
+        found: list[int] = (is_partial & is_due).nonzero().flatten().tolist()
         return found
 
     def _counted(self, counts: Tensor) -> dict[tuple[int, str], int]:
@@ -324,11 +345,19 @@ class StatsPass:
 
 def _holders(engine: Engine) -> dict[str, int]:
     """How many ranks of this stage hold any of each param that lies in memory of its own. Others come to all of them."""
-    found = {}
-    for shard in engine.plan.own:
-        holding = sum(1 for rank in range(shard.world) if shard.spans(rank))
-        found.update(dict.fromkeys(shard.fqns, holding * (engine.plan.world // shard.world)))
-    return found
+    return {shard.fqn: sum(shard.boxes.copies) * (engine.plan.world // shard.world) for shard in engine.plan.own}
+
+
+def _vote(shard: BoxShards, engine: Engine) -> int:
+    """What this rank adds to a param's number if it has no gradient of it. The first of the ranks with copies of a part
+    outweighs all the others, so a part adds nothing exactly if all of them have a gradient or none has; and every part goes
+    by a factor of its own, so that parts do not make up for each other."""
+    rank = engine.storage.ranks[shard.domain]
+    if not shard.shard_numel(rank):
+        return 0
+    ranks = shard.boxes.ranks_by_box[shard.boxes.by_rank[rank]]
+    factor = int.from_bytes(hashlib.sha256(f"{engine.groups.expert_place} {ranks[0]}".encode()).digest()[:4], "big") + 1
+    return factor * (1 - len(ranks) if rank == ranks[0] else 1)
 
 
 def _is_first_copy(shard: Shard, engine: Engine) -> bool:

@@ -174,6 +174,7 @@ class Stepper:
         seen = Seen(
             missing=missing,
             late=gradients.late,
+            joint=gradients.joint,
             settings=repr([settings, problem]),
             tie_settings={tie: repr(settings) for tie, settings in live.tie_settings.items()},
             has_problem=problem is not None,
@@ -182,7 +183,7 @@ class Stepper:
         )
         divisors = self._divisors()
         totals = self._stats_pass.reduce(seen, divisors)
-        is_partial = gradients.are_reduced and bool(totals.partly_missing)  # then not all would take part
+        is_partial = gradients.are_reduced and bool(totals.disagreeing)  # then not all would take part
         if totals.late and totals.consistent and not is_partial:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
@@ -338,13 +339,11 @@ class Stepper:
                     f"step() with loss_scale set, but the loss was not scaled{where}: call "
                     "optimizer.scale_loss(loss).backward()."
                 )
-        if self._engine.gradients.are_reduced and totals.partly_missing:
-            names = [
-                f"{fqn} (missing on {some} of {all_} ranks)" for fqn, (some, all_) in totals.partly_missing.items()
-            ]
+        if self._engine.gradients.are_reduced and totals.disagreeing:
+            names = [f"{fqn} (missing on {some} of {all_} ranks)" for fqn, (some, all_) in totals.disagreeing.items()]
             raise StateError(
                 f"some ranks have a gradient and some have none: {listed(names)}. Whoever reduced gradients did so on all ranks that "
-                "hold a part of a param, so expected one on all of them or on none. Run the same modules on every rank, or use "
+                "hold the same part of a param, so expected one on all of them or on none. Run the same modules on every rank, or use "
                 "find_unused_parameters=True of DistributedDataParallel; zero_grad() on all ranks goes on from here."
             )
         if self._policy.strict_grads and totals.missing:

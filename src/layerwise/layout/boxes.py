@@ -95,6 +95,11 @@ class Boxes:
         }
 
     @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """How many ranks have each of the boxes that are not empty."""
+        return tuple(len(ranks) for box, ranks in self.ranks_by_box.items() if box.numel)
+
+    @cached_property
     def described(self) -> dict[str, str]:
         """The same as plain data."""
         return {str(list(map(list, box))): repr(ranks) for box, ranks in self.ranks_by_box.items()}

@@ -11,7 +11,7 @@ from operator import add
 
 from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
-from layerwise.layout.boxes import shards_of_params
+from layerwise.layout.boxes import BoxShards, shards_of_params
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts, spread
 from layerwise.layout.meshes import Placed
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
@@ -47,7 +47,7 @@ class Plan:
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
     """One work plan per domain that has matrices."""
-    own: tuple[ShardPlan, ...] = ()
+    own: tuple[BoxShards, ...] = ()
     """Shards in the params' own memory; there is no buffer then."""
 
     @property
@@ -66,6 +66,16 @@ class Plan:
     def shards(self) -> tuple[ShardPlan, ...]:
         """Everything that is updated, by index."""
         return (*self.buckets, *self.own)
+
+    @cached_property
+    def copied_in_parts(self) -> tuple[BoxShards, ...]:
+        """Of the shards in the params' own memory, those of which ranks hold several parts, and several ranks each: neither
+        everybody has the same nor everybody something of his own. Experts on several meshes are parts too."""
+        return tuple(
+            shard
+            for shard in self.own
+            if max(shard.boxes.copies, default=1) > 1 and (len(shard.boxes.copies) > 1 or shard.world < self.world)
+        )
 
     @property
     def is_split(self) -> bool:
@@ -282,7 +292,7 @@ def compare_plans(
         if isinstance(layout, str) and layout in drafts:
             return drafts[layout]
         buffers: tuple[BufferPlan, ...] = ()
-        own: tuple[ShardPlan, ...] = ()
+        own: tuple[BoxShards, ...] = ()
         if options.memory == "params":
             own = shards_of_params(
                 table, routes, world_by_domain, placed or {}, cost=options.cost, hardware=options.hardware
@@ -298,7 +308,7 @@ def compare_plans(
                 param_sync=options.param_sync,
                 cost=options.cost,
             )
-        shards = [*own, *(bucket for buffer in buffers for bucket in buffer.buckets)]
+        shards: list[ShardPlan] = [*own, *(bucket for buffer in buffers for bucket in buffer.buckets)]
         works = tuple(
             work
             for domain, size in sorted(world_by_domain.items())

@@ -120,7 +120,7 @@ def test_a_buffer_that_became_a_param_has_no_state_to_go_on_from(tmp_path: Path)
 
     layerwise.save(tmp_path / "a", *built(trained=False))
     model, optimizer = built(trained=True)
-    with pytest.raises(CheckpointError, match="'gain' has no optimizer state in the checkpoint: it was no param"):
+    with pytest.raises(CheckpointError, match="'gain' has no optimizer state in the checkpoint: it was not trained"):
         layerwise.load(tmp_path / "a", model, optimizer)
     layerwise.load(tmp_path / "a", model, optimizer, reset=["gain"])
     assert torch.equal(model.get_parameter("gain"), torch.full((4,), 2.0))

@@ -154,7 +154,7 @@ class _Fitting:
                 yield from self._state_problems(name, ParamFacts(list(shape), FROZEN, [], []))
         for name in self._unclaimed:
             if not _matches(name, self._policy.unused):
-                yield f"{name!r} is in the checkpoint, and the model has no such param or buffer."
+                yield f"'{_shown(name)}' is in the checkpoint, and the model has no such param or buffer."
         yield from self._scale_problems()
 
     def _is_there(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -166,7 +166,7 @@ class _Fitting:
         if self._is_there(name, shape) or _matches(name, self._policy.missing):
             return None
         if entry is None:
-            return f"{name!r} is missing in the checkpoint.{did_you_mean(name, self._unclaimed)}"
+            return f"{name!r} is missing in the checkpoint.{did_you_mean(name, map(_shown, self._unclaimed))}"
         return f"{name!r} has the shape {entry.shape} in the checkpoint, expected {shape}."
 
     def _state_problems(self, name: str, mine: ParamFacts) -> Iterator[str]:
@@ -217,6 +217,11 @@ class _Fitting:
             if kind != MASTER:
                 key = state_key(self._names.theirs(name), kind)
                 yield Read(key if name in self._takes_state else None, part)
+
+
+def _shown(name: str) -> str:
+    """A name of the checkpoint as it may be printed: it may have been made to write over a terminal, or to fill it."""
+    return repr(name[:200])[1:-1]
 
 
 def _matrices(mine: ParamFacts, other: ParamFacts) -> str:

@@ -76,7 +76,14 @@ def newton_schulz_accuracy(data: dict[str, Any]) -> str:
 
 def checkpoint(data: dict[str, Any]) -> str:
     return markdown(
-        ["ranks", "state, MiB", "bandwidth of saving over raw", "of loading", "bytes on disk over state", "extra memory, MiB (save, load)"],
+        [
+            "ranks",
+            "state, MiB",
+            "bandwidth of saving over raw",
+            "of loading",
+            "bytes on disk over state",
+            "extra memory, MiB (save, load)",
+        ],
         [
             [
                 row["ranks"],

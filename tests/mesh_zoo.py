@@ -137,14 +137,14 @@ def _play(rank: int, scene: Scene) -> Seen:
                 if placed[fqn] != placement(param)
             ]
             seen.found += [f"rank {rank} step {step}: {text}" for text in found]
-    planned = optimizer.schedule.bytes_by_collective(optimizer._engine.storage.ranks).get("all_to_all", 0)
+    planned = optimizer.schedule.bytes_by_collective(optimizer.engine.storage.ranks).get("all_to_all", 0)
     if seen.wire_nbytes != (STEPS - 1) * planned:
         seen.found.append(
             f"rank {rank}: {seen.wire_nbytes} bytes went out in {STEPS - 1} steps, {planned} each were planned"
         )
     for work in optimizer.plan.works:
         for item in work.items:
-            if optimizer._engine.storage.ranks[work.domain] in item.homes:
+            if optimizer.engine.storage.ranks[work.domain] in item.homes:
                 seen.mine[item.matrix.fqn, item.matrix.logical_shape] += 1
                 number = item.matrix.index + first_expert(item.matrix.fqn)
                 seen.repeated.update([(item.matrix.fqn, number)] if len(item.homes) > 1 else ())
@@ -197,7 +197,7 @@ def _differences(
         found.append(f"grad norm {stats.grad_norm} against {oracle.grad_norm}")
     if stats.num_zeros != oracle.num_zeros:
         found.append(f"zero count {stats.num_zeros} against {oracle.num_zeros}")
-    planned = optimizer.schedule.bytes_by_collective(optimizer._engine.storage.ranks)
+    planned = optimizer.schedule.bytes_by_collective(optimizer.engine.storage.ranks)
     if dict(stats.bytes_by_collective) != planned:
         found.append(f"bytes {dict(stats.bytes_by_collective)} against {planned}")
     return found

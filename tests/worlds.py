@@ -533,9 +533,9 @@ def held(storage: Storage) -> list[Tensor]:
 
 def hash_by_param(optimizer: layerwise.Optimizer) -> str:
     """One hash of weights, state and counters by param, wherever they lie: of a plain module and of a wrapped one alike."""
-    optimizer._engine.publisher.ensure_all()
+    optimizer.engine.publisher.ensure_all()
     tensors: list[Tensor] = []
-    for _, param in sorted(optimizer._engine.storage.params.items()):
+    for _, param in sorted(optimizer.engine.storage.params.items()):
         # Whatever shapes it has: elements count. And steps are counted beside them.
         names = [name for name in sorted(optimizer.state[param]) if name != "step"]
         tensors += [param, *(optimizer.state[param][name].flatten() for name in names)]
@@ -546,8 +546,8 @@ def hash_by_param(optimizer: layerwise.Optimizer) -> str:
 def hash_everything(optimizer: layerwise.Optimizer) -> str:
     """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them. Not of
     how it was asked for: runs with another reducer can be compared."""
-    storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
-    optimizer._engine.publisher.ensure_all()
+    storage, chunks = optimizer.engine.storage, optimizer.engine.chunks
+    optimizer.engine.publisher.ensure_all()
     tensors = held(storage)
     for param in storage.params.values():
         # Whatever shapes it has: elements count. And steps are counted beside them.

@@ -195,7 +195,7 @@ def _state(optimizer: layerwise.Optimizer, params: dict[str, Any]) -> dict[str, 
             for name, tensor in optimizer.state[param].items()
         }
     else:
-        found = put_together(SimpleNamespace(engine=optimizer._engine))  # type: ignore[arg-type]
+        found = put_together(SimpleNamespace(engine=optimizer.engine))  # type: ignore[arg-type]
     kept = {name: tensor for name, tensor in found.items() if name.split()[0] not in ("step", "gradient", "master")}
     if not kept:
         raise RuntimeError("there is no state to compare: the scene itself is wrong.")

@@ -109,7 +109,7 @@ class Stepper:
         self._changed: set[str] = set()
         self._has_checked_replicas = False
         self._has_checked_gradients = False
-        self._is_half_way = False
+        self._half_way = ""
         engine.count.steps = 0  # an optimizer before this one may have counted
         self._is_stepping = False
         engine.gradients.when_dropped = _weakly(self)
@@ -140,7 +140,8 @@ class Stepper:
             clipped = NOTHING_CLIPPED
             if not skip_reason:
                 engine.publisher.order.learn(engine.groups)
-                with self._moving_masters():
+                engine.count.steps += 1
+                with self.moving_masters(f"step {engine.count.steps}"):
                     self.update.average(totals.divisors, coefficients)
                     # 3. Momentum.
                     self.update.momentum(live.options, engine.count.steps)
@@ -240,21 +241,20 @@ class Stepper:
         self.update.free()
 
     def refuse_half_way(self) -> None:
-        """Raise if a step ended in between."""
-        if self._is_half_way:
+        """Raise if masters were left in between."""
+        if self._half_way:
             raise StateError(
-                f"step {self._engine.count.steps} ended half way, by an exception: some masters are new and some old, and ranks may "
+                f"{self._half_way} ended half way, by an exception: some masters are new and some old, and ranks may "
                 "differ in which. Build the model and the optimizer anew and load a checkpoint."
             )
 
     @contextmanager
-    def _moving_masters(self) -> Iterator[None]:
+    def moving_masters(self, what: str) -> Iterator[None]:
         """An exception in here (no memory, an interrupt) leaves some masters new and some old, not the same ones on every
         rank, and is remembered."""
-        self._is_half_way = True
-        self._engine.count.steps += 1
+        self._half_way = what
         yield
-        self._is_half_way = False
+        self._half_way = ""
 
     def _divisors(self) -> Divisors:
         scale = self.scaler.scale if self.scaler is not None else 1.0

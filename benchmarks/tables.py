@@ -269,6 +269,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
+    "checkpoint": ("checkpoint", checkpoint),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "fsdp": ("fsdp", fsdp),

@@ -21,7 +21,7 @@ from layerwise.checkpoint.files import Reader
 from layerwise.checkpoint.fitting import Policy, Read, fit
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.plain import from_plain
-from layerwise.checkpoint.saving import EXTRA, RNG
+from layerwise.checkpoint.saving import EXTRA, GIVEN_LR, RNG
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed
@@ -220,14 +220,16 @@ def check_published(engine: Engine) -> None:
 
 
 def _take_schedule(optimizer: Optimizer, manifest: Manifest) -> None:
-    """A schedule's place is state, its base rate an option: rates that a scheduler has changed since are taken over, as far
-    as the base rate is still the same."""
+    """A schedule's place is state, its base rate an option: rates that a scheduler (or the user) has changed since are taken
+    over, in proportion where the base rate is another now. With a scheduler on one side alone there is nothing to go on."""
     saved = {group.get("name"): group for group in from_plain(manifest.about.get("options", []), _no_tensor)}
     for group in optimizer.param_groups:
-        theirs = saved.get(group["name"])
-        if theirs is not None and theirs.get("initial_lr") and group.get("initial_lr"):
-            base, now = theirs["initial_lr"], group["initial_lr"]
-            group["lr"] = theirs["lr"] if base == now else theirs["lr"] * now / base
+        theirs = saved.get(group["name"], {})
+        if ("initial_lr" in theirs) == ("initial_lr" in group):
+            base = theirs.get("initial_lr", theirs.get(GIVEN_LR))
+            now = group.get("initial_lr", optimizer.given_rates[group["name"]])
+            if base:
+                group["lr"] = theirs["lr"] if base == now else theirs["lr"] * now / base
 
 
 def _no_tensor(key: str) -> Tensor:

@@ -30,6 +30,8 @@ from layerwise.routing.geometry import Box
 PARTIAL = ".partial"
 """How the name of a folder ends that is being written, or was when somebody was killed."""
 EXTRA, RNG = "extra", "rng"
+GIVEN_LR = "given_lr"
+"""Among the options of a param group: the lr that it began with."""
 _MOST_NBYTES = 16 << 20
 """Bytes of the largest item: as much memory as one tensor at a time takes on its way to disk."""
 
@@ -71,29 +73,31 @@ def save(
         engine.publisher.ensure_all()
     partial = target.with_name(target.name + PARTIAL)
     beside: dict[str, Tensor] = {}
-    about = _together(groups, lambda: _about(contents, extra, beside) if _begin(groups, target, partial) else {})
-    _together(groups, lambda: _write_share(contents, partial, beside))
+    # Of what is beside tensors the first rank's is written, which must be everybody's.
+    about = derive_together(
+        groups, "extra values", lambda: _about(contents, extra, beside), lambda about: {EXTRA: about[EXTRA]}
+    )
+    _together(groups, lambda: _begin(groups, target, partial))
+    _together(groups, lambda: _write_share(contents, partial, beside if groups.rank == 0 else {}))
     _together(groups, lambda: _finish(about, groups.world, partial, target) if groups.rank == 0 else None)
 
 
-def _together(groups: Groups, do: Callable[[], Any]) -> Any:
+def _together(groups: Groups, do: Callable[[], None]) -> None:
     """Done by all ranks; an error of one is an error of all, and nobody goes on before all are done."""
-    return derive_together(groups, "checkpoints", do, lambda _: {})
+    derive_together(groups, "checkpoints", do, lambda _: {})
 
 
-def _begin(groups: Groups, target: Path, partial: Path) -> bool:
-    """Make room, on the first rank; whether this is it."""
+def _begin(groups: Groups, target: Path, partial: Path) -> None:
+    """Make room, on the first rank."""
     if os.path.lexists(target):
         raise CheckpointError(
             f"{target} is there already: expected a new name. A checkpoint is never written over another, since neither would be whole "
             "if it were cut short. Save every step under a name of its own; layerwise.Checkpoints does."
         )
-    if groups.rank != 0:
-        return False
-    if partial.exists():
-        shutil.rmtree(partial)  # of somebody who was killed
-    partial.mkdir(parents=True)
-    return True
+    if groups.rank == 0:
+        if partial.exists():
+            shutil.rmtree(partial)  # of somebody who was killed
+        partial.mkdir(parents=True)
 
 
 def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str, Tensor]) -> dict[str, Any]:
@@ -104,8 +108,6 @@ def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in (extra or {}).items()
     }
-    groups = [] if optimizer is None else optimizer.param_groups
-    options = [{name: value for name, value in group.items() if name not in ("params", "fqns")} for group in groups]
     nowhere: dict[str, Tensor] = {}
     return {
         "step": engine.count.steps,
@@ -115,10 +117,20 @@ def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str
         "layerwise": layerwise.__version__,
         "torch": str(torch.__version__),
         "loss_scale": None if scaler is None else to_plain(scaler.state_dict(), "loss_scale", nowhere),
-        "options": to_plain(options, "param_groups", nowhere),
         "has_optimizer": optimizer is not None,
         EXTRA: to_plain(given, EXTRA, beside),
     }
+
+
+def _options(optimizer: Optimizer | None) -> dict[str, Any]:
+    """The options of every param group that this rank has, by its name. Other stages may have others."""
+    found: dict[str, Any] = {}
+    for group in [] if optimizer is None else optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name not in ("params", "fqns")}
+        if optimizer is not None:
+            options[GIVEN_LR] = optimizer.given_rates[group["name"]]
+        found[group["name"]] = to_plain(options, "param_groups", {})
+    return found
 
 
 def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]) -> None:
@@ -132,6 +144,7 @@ def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]
     facts = {
         "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
         "params": {name: tuple(said) for name, said in contents.facts().items()},
+        "options": _options(contents.optimizer),
     }
     write_file(partial / _share_name(groups.rank), json.dumps(facts).encode())
 
@@ -206,6 +219,7 @@ def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -
     chunks: dict[str, list[Chunk]] = {}
     files: dict[str, FileFacts] = {}
     params: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for rank in range(world):
         share = partial / _share_name(rank)
         facts = json.loads(share.read_bytes())
@@ -220,9 +234,11 @@ def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -
             chunks.setdefault(key, []).extend(entry.chunks)
         files.update(theirs.files)
         params.update(facts["params"])
+        options = {**facts["options"], **options}
         share.unlink()
     entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
-    commit(Manifest(entries, files, {**about, "params": params}), partial, target)
+    told = {**about, "params": params, "options": list(options.values())}
+    commit(Manifest(entries, files, told), partial, target)
 
 
 def commit(manifest: Manifest, partial: Path, target: Path) -> None:

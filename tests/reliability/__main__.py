@@ -13,6 +13,7 @@ from typing import Any
 
 FIGURES = {
     "corrupt": "S11: damaged checkpoints are refused, by the name of a file, and nothing is changed",
+    "hostile": "S12: checkpoints that mean harm run nothing, read nothing outside, take little, and are refused",
     "dp_invariance": "S4: the same batch on any number of ranks, in any layout, gives the same bits",
     "oracle_parity": "S5: shapes and worlds, 0 ulp from the single-process oracle",
     "layout_props": "S6: properties of generated plans, up to 65,536 ranks",

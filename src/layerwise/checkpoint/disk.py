@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -40,7 +41,8 @@ def opened(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}. The checkpoint is damaged.") from None
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise CheckpointError(f"{path} cannot be read: {why}. The checkpoint is damaged.") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(f"{path} is no ordinary file: expected one of a checkpoint.")

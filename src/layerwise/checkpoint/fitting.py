@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
+
 from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import FROZEN, MASTER, MODEL, STATE, Contents, ParamFacts, Part, state_key
 from layerwise.checkpoint.manifest import Manifest
@@ -43,11 +45,11 @@ class Read(NamedTuple):
     part: Part
 
 
-class _Names:
+class Names:
     """The checkpoint's params and buffers by the names that they have in the model."""
 
     def __init__(self, manifest: Manifest, policy: Policy) -> None:
-        self.facts = {name: ParamFacts(*said) for name, said in manifest.about.get("params", {}).items()}
+        self.facts = _facts_of(manifest)
         self.weights = [key.removeprefix(f"{MODEL}.") for key in manifest.entries if key.startswith(f"{MODEL}.")]
         self._policy = policy
         others = {alias: name for name, said in self.facts.items() for alias in said.aliases}
@@ -67,6 +69,26 @@ class _Names:
         return self._theirs.get(name, "")
 
 
+def _facts_of(manifest: Manifest) -> dict[str, ParamFacts]:
+    """What the checkpoint says of params; nobody has looked at it yet."""
+    said = manifest.about.get("params", {})
+    try:
+        found = {name: ParamFacts(*facts) for name, facts in said.items()}
+        right = all(
+            isinstance(facts.rule, str)
+            and all(len(matrix) == 4 and isinstance(matrix[2], list) for matrix in facts.split)
+            and all(isinstance(alias, str) for alias in facts.aliases)
+            for facts in found.values()
+        )
+    except (AttributeError, KeyError, TypeError):
+        right = False
+    if not right:
+        raise CheckpointError(
+            "what the checkpoint says of params is malformed: expected shape, rule, split and aliases."
+        )
+    return found
+
+
 def fit(
     contents: Contents | BareModule, manifest: Manifest, policy: Policy, elsewhere: Collection[str] = ()
 ) -> list[Read]:
@@ -81,7 +103,27 @@ def fit(
             f"the checkpoint does not fit the model ({len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was "
             f"changed):\n{shown}{more}\nrename=, missing=, unused= and reset= say what to do about such differences."
         )
-    return list(fitting.reads())
+    return [read for read in fitting.reads() if _is_alike(manifest, read)]
+
+
+def _is_alike(manifest: Manifest, read: Read) -> bool:
+    """Raise unless a tensor is what it is to be read into; a chunk of another one would be written before that shows."""
+    part = read.part
+    if read.key is None:
+        return True
+    entry = manifest.entries.get(read.key)
+    if entry is None:
+        raise CheckpointError(f"{read.key!r} is missing in the checkpoint.")
+    theirs, mine = _kind_of(getattr(torch, entry.dtype)), _kind_of(part.tensor.dtype)
+    if entry.shape != part.shape or theirs != mine:
+        raise CheckpointError(
+            f"{read.key!r} has the shape {entry.shape} and is {theirs} in the checkpoint, expected {part.shape} and {mine}."
+        )
+    return True
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "floating point" if dtype.is_floating_point else str(dtype)
 
 
 class _Fitting:
@@ -90,7 +132,7 @@ class _Fitting:
     ) -> None:
         self._contents, self._entries, self._policy = contents, manifest.entries, policy
         self._about = manifest.about
-        self._names = _Names(manifest, policy)
+        self._names = Names(manifest, policy)
         self._params = contents.facts()
         self._buffers = {name: shape for name, shape in contents.constant_shapes().items() if name not in self._params}
         have = {self._names.theirs(name) for name in (*self._params, *self._buffers, *elsewhere)}
@@ -112,7 +154,7 @@ class _Fitting:
                 yield from self._state_problems(name, ParamFacts(list(shape), FROZEN, [], []))
         for name in self._unclaimed:
             if not _matches(name, self._policy.unused):
-                yield f"{name!r} is in the checkpoint, and the model has no such param or buffer."
+                yield f"'{_shown(name)}' is in the checkpoint, and the model has no such param or buffer."
         yield from self._scale_problems()
 
     def _is_there(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -124,7 +166,7 @@ class _Fitting:
         if self._is_there(name, shape) or _matches(name, self._policy.missing):
             return None
         if entry is None:
-            return f"{name!r} is missing in the checkpoint.{did_you_mean(name, self._unclaimed)}"
+            return f"{name!r} is missing in the checkpoint.{did_you_mean(name, map(_shown, self._unclaimed))}"
         return f"{name!r} has the shape {entry.shape} in the checkpoint, expected {shape}."
 
     def _state_problems(self, name: str, mine: ParamFacts) -> Iterator[str]:
@@ -175,6 +217,11 @@ class _Fitting:
             if kind != MASTER:
                 key = state_key(self._names.theirs(name), kind)
                 yield Read(key if name in self._takes_state else None, part)
+
+
+def _shown(name: str) -> str:
+    """A name of the checkpoint as it may be printed: it may have been made to write over a terminal, or to fill it."""
+    return repr(name[:200])[1:-1]
 
 
 def _matrices(mine: ParamFacts, other: ParamFacts) -> str:

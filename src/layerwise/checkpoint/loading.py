@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import Contents, engine_of
 from layerwise.checkpoint.disk import damage_of, read_manifest
 from layerwise.checkpoint.files import Reader
-from layerwise.checkpoint.fitting import Policy, Read, fit
+from layerwise.checkpoint.fitting import Names, Policy, Read, fit
 from layerwise.checkpoint.manifest import Manifest
-from layerwise.checkpoint.plain import from_plain
-from layerwise.checkpoint.saving import EXTRA, GIVEN_LR, RNG
+from layerwise.checkpoint.plain import from_plain, number
+from layerwise.checkpoint.rates import rates_of
+from layerwise.checkpoint.saving import EXTRA, RNG
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed
@@ -81,34 +82,26 @@ def load(
     groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
     manifest = derive_together(
-        groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": _digest(found)}
+        groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": found.digest}
     )
-    if verify:
-        check_files(groups, folder, manifest)
     if isinstance(contents, Contents):
         contents.make_ready()
     elsewhere = _names_elsewhere(contents)
-    reads, values, states = derive_together(
-        groups,
-        "checkpoints",
-        lambda: (fit(contents, manifest, policy, elsewhere), *_beside(folder, manifest, extra)),
-        lambda _: {},
+    # What does not fit is known from the manifest, before all files are read.
+    reads = derive_together(groups, "checkpoints", lambda: fit(contents, manifest, policy, elsewhere), lambda _: {})
+    if verify:
+        check_files(groups, folder, manifest)
+    names = Names(manifest, policy)
+    beside = derive_together(
+        groups, "checkpoints", lambda: _beside(contents, folder, manifest, names, extra), lambda _: {}
     )
-    with Reader(folder, manifest) as reader, _replacing(contents, manifest):
+    with Reader(folder, manifest) as reader, _replacing(contents, manifest.step, beside.scale):
         _write(groups, reader, reads)
     if isinstance(contents, Contents):
-        check_published(contents.engine)
-    is_same = True
-    if optimizer is not None:
-        _take_schedule(optimizer, manifest)
-        is_same = _take_generators(optimizer.engine, folder, manifest)
-    for name, state in states.items():
-        (extra or {})[name].load_state_dict(state)
-    return Loaded(manifest.step, values, is_same)
-
-
-def _digest(manifest: Manifest) -> str:
-    return hashlib.sha256(manifest.to_bytes()).hexdigest()
+        with nullcontext() if optimizer is None else optimizer.stepper.moving_masters("loading"):
+            check_published(contents.engine)
+    beside.take(optimizer, extra or {})
+    return Loaded(manifest.step, beside.values, beside.generators is not None)
 
 
 def check_files(groups: Groups, folder: Path, manifest: Manifest) -> None:
@@ -135,19 +128,61 @@ def _names_elsewhere(contents: Contents | BareModule) -> set[str]:
     return {name for theirs in told for name in theirs["names"]}
 
 
-def _beside(folder: Path, manifest: Manifest, extra: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `extra` was, as values, and as states of the objects that go on from it."""
+@dataclass(frozen=True)
+class _Beside:
+    """What is taken over beside masters and state. All of it is looked at before anything is written."""
+
+    values: dict[str, Any]
+    """What `extra` was."""
+    states: dict[str, Any]
+    """Those of objects that go on from it."""
+    scale: dict[str, float] | None
+    """The loss scale."""
+    rates: dict[str, float]
+    """Where a schedule was, by param group."""
+    generators: dict[str, Tensor] | None
+    """Where this rank's random number generators were, by device; None on another number of ranks."""
+
+    def take(self, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
+        """Have everything go on from it."""
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rates.get(group["name"], group["lr"])
+            for kind, state in (self.generators or {}).items():
+                if kind == "cpu":
+                    torch.set_rng_state(state)
+                else:
+                    torch.cuda.set_rng_state(state, optimizer.engine.storage.device)
+        for name, state in self.states.items():
+            extra[name].load_state_dict(state)
+
+
+def _beside(
+    contents: Contents | BareModule, folder: Path, manifest: Manifest, names: Names, extra: Mapping[str, Any] | None
+) -> _Beside:
+    about = manifest.about
     with Reader(folder, manifest) as reader:
+        named: set[str] = set()
 
         def tensor_of(key: str) -> Tensor:
-            if key not in manifest.entries:
-                raise CheckpointError(f"the checkpoint has no tensor {key[:80]!r}, which its extra values name.")
+            # Once each: who names one a million times means to fill the memory.
+            if key not in manifest.entries or key in named:
+                raise ValueError(f"tensor {key[:80]!r} is not there, or named twice")
+            named.add(key)
             return reader.whole(key)
 
         try:
-            values = from_plain(manifest.about.get(EXTRA, {}), tensor_of)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the extra values of {folder} are malformed: {error}.") from None
+            values = _expect(from_plain(about.get(EXTRA, {}), tensor_of), dict)
+            scale = _scale_of(about.get("loss_scale"))
+            options = _expect(from_plain(about.get("options", []), _no_tensor), list)
+            rates: dict[str, float] = {}
+            generators: dict[str, Tensor] | None = {}
+            if isinstance(contents, Contents) and contents.optimizer is not None:
+                rates = rates_of(contents, options, names)
+                generators = _generators_of(contents.engine, reader, manifest)
+        except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise CheckpointError(f"{folder}: what it has beside tensors of the model is malformed: {what}.") from None
     lacking = sorted(set(extra or {}) - set(values))
     if lacking:
         raise CheckpointError(f"the checkpoint has no extra {listed(lacking)}: it has {listed(sorted(values))}.")
@@ -157,15 +192,48 @@ def _beside(folder: Path, manifest: Manifest, extra: Mapping[str, Any] | None) -
                 f"extra[{name!r}] is a {type(taker).__name__}: expected an object with load_state_dict(). Plain values are in what "
                 "load() returns."
             )
-    states = {name: values[name] for name in extra or {}}
-    return {name: value for name, value in values.items() if name not in states}, states
+    states = {name: values.pop(name) for name in extra or {}}
+    return _Beside(values, states, scale, rates, generators)
+
+
+def _expect(value: object, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected a {kind.__name__}, found a {type(value).__name__}")
+    return value
+
+
+def _scale_of(saved: object) -> dict[str, float] | None:
+    if saved is None:
+        return None
+    scale = {name: number(value) for name, value in _expect(saved, dict).items()}
+    if set(scale) != {"scale", "good_steps", "bad_steps"} or min(scale.values()) < 0 or not scale["scale"]:
+        raise ValueError("it has another loss scale than there is")
+    return scale
+
+
+def _no_tensor(key: str) -> Tensor:
+    raise ValueError(f"an option is the tensor {key[:80]!r}")
+
+
+def _generators_of(engine: Engine, reader: Reader, manifest: Manifest) -> dict[str, Tensor] | None:
+    """Where the generators of this rank were, if there were as many ranks."""
+    groups, device = engine.groups, engine.storage.device
+    if manifest.about.get("world") != groups.world:
+        return None
+    found = {}
+    for kind in dict.fromkeys(("cpu", device.type)):
+        key = f"{RNG}.{groups.rank}.{kind}"
+        if key in manifest.entries:
+            found[kind] = reader.whole(key)
+            torch.Generator(kind).set_state(found[kind])  # raises, unless it is one
+    return found
 
 
 @contextmanager
-def _replacing(contents: Contents | BareModule, manifest: Manifest) -> Iterator[None]:
+def _replacing(contents: Contents | BareModule, step: int, scale: Mapping[str, float] | None) -> Iterator[None]:
     """In here weights, masters and state are written; then what forward reads follows."""
     if contents.optimizer is not None:
-        with contents.optimizer.replacing_state(manifest.step, manifest.about.get("loss_scale")):
+        with contents.optimizer.replacing_state(step, scale):
             yield
         return
     if isinstance(contents, Contents):
@@ -217,34 +285,3 @@ def check_published(engine: Engine) -> None:
             first, other = told.setdefault(names, (rank, digest))
             if other != digest:
                 raise CheckpointError(f"ranks {first} and {rank} have different weights after loading.")
-
-
-def _take_schedule(optimizer: Optimizer, manifest: Manifest) -> None:
-    """A schedule's place is state, its base rate an option: rates that a scheduler (or the user) has changed since are taken
-    over, in proportion where the base rate is another now. With a scheduler on one side alone there is nothing to go on."""
-    saved = {group.get("name"): group for group in from_plain(manifest.about.get("options", []), _no_tensor)}
-    for group in optimizer.param_groups:
-        theirs = saved.get(group["name"], {})
-        if ("initial_lr" in theirs) == ("initial_lr" in group):
-            base = theirs.get("initial_lr", theirs.get(GIVEN_LR))
-            now = group.get("initial_lr", optimizer.given_rates[group["name"]])
-            if base:
-                group["lr"] = theirs["lr"] if base == now else theirs["lr"] * now / base
-
-
-def _no_tensor(key: str) -> Tensor:
-    raise CheckpointError(f"an option of the checkpoint is the tensor {key[:80]!r}: expected a number.")
-
-
-def _take_generators(engine: Engine, folder: Path, manifest: Manifest) -> bool:
-    """Have this rank's generators go on where they were, if there were as many ranks."""
-    groups, device = engine.groups, engine.storage.device
-    if manifest.about.get("world") != groups.world:
-        return False
-    with Reader(folder, manifest) as reader:
-        key = f"{RNG}.{groups.rank}"
-        if f"{key}.cpu" in manifest.entries:
-            torch.set_rng_state(reader.whole(f"{key}.cpu"))
-        if device.type == "cuda" and f"{key}.cuda" in manifest.entries:
-            torch.cuda.set_rng_state(reader.whole(f"{key}.cuda"), device)
-    return True

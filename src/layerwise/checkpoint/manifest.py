@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from layerwise.errors import CheckpointError, listed
@@ -20,7 +20,7 @@ from layerwise.routing.geometry import Box
 FILE_NAME = "manifest.json"
 """Written last: a folder without it is no checkpoint."""
 FORMAT = "layerwise checkpoint 1"
-_MOST_NBYTES, _MOST_ALONE = 1 << 30, 4 << 20
+_MOST_NBYTES, _MOST_ALONE = 1 << 30, 1 << 20
 
 ITEMSIZES = {
     "float64": 8,
@@ -100,6 +100,8 @@ class Manifest:
     files: Mapping[str, FileFacts]
     about: Mapping[str, Any] = field(default_factory=dict)
     """Everything that is no tensor: step, rules, options, what the user put beside, versions."""
+    digest: str = ""
+    """Of the body, where it was read."""
 
     @property
     def step(self) -> int:
@@ -134,9 +136,10 @@ class Manifest:
                 f"{where} is no manifest of the format {FORMAT!r}: another program or version wrote it."
             )
         # The digest is of what the text says. 1E-8 and 1e-8, or a key that is there twice, say the same.
-        if again != text or outer.get("digest") != _digest(outer["body"]):
+        digest = _digest(outer["body"])
+        if again != text or outer.get("digest") != digest:
             raise CheckpointError(f"{where} does not have the digest that it says it has: the checkpoint is damaged.")
-        found = cls.from_body(outer["body"], where)
+        found = replace(cls.from_body(outer["body"], where), digest=digest)
         found.check(where)
         return found
 

@@ -21,6 +21,7 @@ from layerwise.checkpoint.disk import sync_folder, write_file
 from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.checkpoint.plain import to_plain
+from layerwise.checkpoint.rates import options_of
 from layerwise.comm.groups import Groups, derive_together
 from layerwise.errors import CheckpointError
 from layerwise.models.tracing import never_traced
@@ -30,8 +31,6 @@ from layerwise.routing.geometry import Box
 PARTIAL = ".partial"
 """How the name of a folder ends that is being written, or was when somebody was killed."""
 EXTRA, RNG = "extra", "rng"
-GIVEN_LR = "given_lr"
-"""Among the options of a param group: the lr that it began with."""
 _MOST_NBYTES = 16 << 20
 """Bytes of the largest item: as much memory as one tensor at a time takes on its way to disk."""
 
@@ -122,17 +121,6 @@ def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str
     }
 
 
-def _options(optimizer: Optimizer | None) -> dict[str, Any]:
-    """The options of every param group that this rank has, by its name. Other stages may have others."""
-    found: dict[str, Any] = {}
-    for group in [] if optimizer is None else optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name not in ("params", "fqns")}
-        if optimizer is not None:
-            options[GIVEN_LR] = optimizer.given_rates[group["name"]]
-        found[group["name"]] = to_plain(options, "param_groups", {})
-    return found
-
-
 def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]) -> None:
     """This rank's data file, and what is in it, for the first rank to read."""
     groups = contents.engine.groups
@@ -144,7 +132,7 @@ def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]
     facts = {
         "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
         "params": {name: tuple(said) for name, said in contents.facts().items()},
-        "options": _options(contents.optimizer),
+        "options": options_of(contents),
     }
     write_file(partial / _share_name(groups.rank), json.dumps(facts).encode())
 

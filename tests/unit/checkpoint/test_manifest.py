@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -29,7 +30,7 @@ def test_what_was_written_is_read(shape: Shape, dtype: str, rng: Random, key: st
     entry, facts = entry_of(shape, dtype, tiling(shape, rng))
     manifest = manifest_of({key: entry}, facts)
     found = Manifest.from_bytes(manifest.to_bytes(), "here")
-    assert found == manifest
+    assert replace(found, digest="") == manifest
     assert found.to_bytes() == manifest.to_bytes()
     assert found.step == 3
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 FIGURES = {
+    "kill_sweep": "S1: kill -9 at any moment of a save loses no checkpoint and mixes none",
     "resume_bitwise": "S2: a run that was stopped and gone on with is the run that was not, to the bit",
     "reshard_matrix": "S3: what any number of ranks has saved, in any layout, any other loads to the bit",
     "corrupt": "S11: damaged checkpoints are refused, by the name of a file, and nothing is changed",

@@ -23,8 +23,11 @@ def to_plain(value: object, where: str, tensors: dict[str, Tensor], depth: int =
     if depth > _MOST_DEPTH:
         raise TypeError(f"{where[:80]}... is nested more than {_MOST_DEPTH} deep: a checkpoint holds plain values.")
     if isinstance(value, Tensor):
-        tensors[where] = value.detach()
-        return {_TAG: "tensor", "key": where}
+        key = where
+        while key in tensors:  # a.b is the place of two things: names may have dots, and numbers read like them
+            key += "'"
+        tensors[key] = value.detach()
+        return {_TAG: "tensor", "key": key}
     if not isinstance(value, list | tuple | dict | Mapping):
         value = plain_option(value)  # scalars of numpy
     if value is None or isinstance(value, bool | int | str):
@@ -86,3 +89,10 @@ def from_plain(value: Any, tensor_of: Callable[[str], Tensor], depth: int = 0) -
             return {inner(key): inner(part) for key, part in value["items"]}
         case other:
             raise ValueError(f"{str(other)[:40]!r} is no kind of value")
+
+
+def number(value: object) -> float:
+    """A number that was read, unless it is none."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise TypeError(f"expected a number, found {value if isinstance(value, float) else type(value).__name__}")
+    return value

@@ -17,10 +17,9 @@ from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import count_zeros, group_sums, square_sums
-from layerwise.layout.boxes import BoxShards
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
-from layerwise.layout.shards import speaks_for
+from layerwise.layout.shards import OwnShards, speaks_for
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
 from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
@@ -196,7 +195,7 @@ class StatsPass:
             stages=len(groups.stages),
             ties=len(ties),
             params=len(self._entries),
-            parted=len(engine.plan.copied_in_parts),
+            parted=sum(len(shard.fqns) for shard in engine.plan.copied_in_parts),
         )
         self._groups = torch.tensor(
             [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
@@ -219,9 +218,9 @@ class StatsPass:
         apart = {fqn for shard in engine.plan.own for fqn in shard.fqns if shard.world < engine.plan.world}
         self._is_one = torch.tensor([fqn not in apart for _, fqn in self._entries], dtype=torch.bool)
         # Those of which every holder has the same, so that their counts tell it all.
-        parted = {fqn for shard in engine.plan.own if len(shard.boxes.copies) > 1 for fqn in shard.fqns}
+        parted = {fqn for shard in engine.plan.own if shard.is_parted for fqn in shard.fqns}
         self._is_whole = torch.tensor([fqn not in parted for _, fqn in self._entries], dtype=torch.bool)
-        self._votes = {shard.fqn: _vote(shard, engine) for shard in engine.plan.copied_in_parts}
+        self._votes = {fqn: _vote(shard, fqn, engine) for shard in engine.plan.copied_in_parts for fqn in shard.fqns}
         self._voted = torch.tensor([position[fqn] for fqn in self._votes], dtype=torch.long)
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
 
@@ -345,19 +344,22 @@ class StatsPass:
 
 def _holders(engine: Engine) -> dict[str, int]:
     """How many ranks of this stage hold any of each param that lies in memory of its own. Others come to all of them."""
-    return {shard.fqn: sum(shard.boxes.copies) * (engine.plan.world // shard.world) for shard in engine.plan.own}
+    return {
+        fqn: shard.num_holders * (engine.plan.world // shard.world) for shard in engine.plan.own for fqn in shard.fqns
+    }
 
 
-def _vote(shard: BoxShards, engine: Engine) -> int:
+def _vote(shard: OwnShards, fqn: str, engine: Engine) -> int:
     """What this rank adds to a param's number if it has no gradient of it. The first of the ranks with copies of a part
     outweighs all the others, so a part adds nothing exactly if all of them have a gradient or none has; and every part goes
     by a factor of its own, so that parts do not make up for each other."""
-    rank = engine.storage.ranks[shard.domain]
-    if not shard.shard_numel(rank):
-        return 0
-    ranks = shard.boxes.ranks_by_box[shard.boxes.by_rank[rank]]
-    factor = int.from_bytes(hashlib.sha256(f"{engine.groups.expert_place} {ranks[0]}".encode()).digest()[:4], "big") + 1
-    return factor * (1 - len(ranks) if rank == ranks[0] else 1)
+    rank, found = engine.storage.ranks[shard.domain], 0
+    for span in shard.spans_of(fqn, rank):
+        ranks = shard.copies(span, rank)
+        part = f"{engine.groups.expert_place} {span[:-1]}".encode()
+        factor = int.from_bytes(hashlib.sha256(part).digest()[:4], "big") + 1
+        found += factor * (1 - len(ranks) if rank == ranks[0] else 1)
+    return found
 
 
 def _is_first_copy(shard: Shard, engine: Engine) -> bool:

@@ -76,7 +76,14 @@ def newton_schulz_accuracy(data: dict[str, Any]) -> str:
 
 def checkpoint(data: dict[str, Any]) -> str:
     return markdown(
-        ["ranks", "state, MiB", "bandwidth of saving over raw", "of loading", "bytes on disk over state", "extra memory, MiB (save, load)"],
+        [
+            "ranks",
+            "state, MiB",
+            "bandwidth of saving over raw",
+            "of loading",
+            "bytes on disk over state",
+            "extra memory, MiB (save, load)",
+        ],
         [
             [
                 row["ranks"],
@@ -262,6 +269,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
+    "checkpoint": ("checkpoint", checkpoint),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "fsdp": ("fsdp", fsdp),

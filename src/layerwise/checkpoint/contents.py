@@ -170,6 +170,11 @@ class Contents:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {fqn: RULES_BY_KIND[group["rule"]] for group in groups for fqn in group["fqns"]}
 
+    @property
+    def given_rates(self) -> dict[str, float]:
+        """The lr that every param group began with, by its name."""
+        return {} if self.optimizer is None else self.optimizer.given_rates
+
     def facts(self) -> dict[str, ParamFacts]:
         """What is said of every param of this rank."""
         rules, plan = self.rules, self.engine.plan

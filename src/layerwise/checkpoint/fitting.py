@@ -45,7 +45,7 @@ class Read(NamedTuple):
     part: Part
 
 
-class _Names:
+class Names:
     """The checkpoint's params and buffers by the names that they have in the model."""
 
     def __init__(self, manifest: Manifest, policy: Policy) -> None:
@@ -132,7 +132,7 @@ class _Fitting:
     ) -> None:
         self._contents, self._entries, self._policy = contents, manifest.entries, policy
         self._about = manifest.about
-        self._names = _Names(manifest, policy)
+        self._names = Names(manifest, policy)
         self._params = contents.facts()
         self._buffers = {name: shape for name, shape in contents.constant_shapes().items() if name not in self._params}
         have = {self._names.theirs(name) for name in (*self._params, *self._buffers, *elsewhere)}

@@ -4,10 +4,10 @@ owns, whoever wrote it."""
 from __future__ import annotations
 
 import hashlib
-import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import Contents, engine_of
 from layerwise.checkpoint.disk import damage_of, read_manifest
-from layerwise.checkpoint.files import Reader
-from layerwise.checkpoint.fitting import Policy, Read, fit
+from layerwise.checkpoint.files import Reader, bytes_of
+from layerwise.checkpoint.fitting import Names, Policy, Read, fit
 from layerwise.checkpoint.manifest import Manifest
-from layerwise.checkpoint.plain import from_plain
+from layerwise.checkpoint.plain import from_plain, number
+from layerwise.checkpoint.rates import rates_of
 from layerwise.checkpoint.saving import EXTRA, RNG
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.engine.engine import Engine
@@ -91,11 +92,15 @@ def load(
     reads = derive_together(groups, "checkpoints", lambda: fit(contents, manifest, policy, elsewhere), lambda _: {})
     if verify:
         check_files(groups, folder, manifest)
-    beside = derive_together(groups, "checkpoints", lambda: _beside(folder, manifest, optimizer, extra), lambda _: {})
+    names = Names(manifest, policy)
+    beside = derive_together(
+        groups, "checkpoints", lambda: _beside(contents, folder, manifest, names, extra), lambda _: {}
+    )
     with Reader(folder, manifest) as reader, _replacing(contents, manifest.step, beside.scale):
         _write(groups, reader, reads)
     if isinstance(contents, Contents):
-        check_published(contents.engine)
+        with nullcontext() if optimizer is None else optimizer.stepper.moving_masters("loading"):
+            check_published(contents.engine)
     beside.take(optimizer, extra or {})
     return Loaded(manifest.step, beside.values, beside.generators is not None)
 
@@ -153,7 +158,9 @@ class _Beside:
             extra[name].load_state_dict(state)
 
 
-def _beside(folder: Path, manifest: Manifest, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> _Beside:
+def _beside(
+    contents: Contents | BareModule, folder: Path, manifest: Manifest, names: Names, extra: Mapping[str, Any] | None
+) -> _Beside:
     about = manifest.about
     with Reader(folder, manifest) as reader:
         named: set[str] = set()
@@ -168,8 +175,12 @@ def _beside(folder: Path, manifest: Manifest, optimizer: Optimizer | None, extra
         try:
             values = _expect(from_plain(about.get(EXTRA, {}), tensor_of), dict)
             scale = _scale_of(about.get("loss_scale"))
-            rates = {} if optimizer is None else _rates_of(optimizer, from_plain(about.get("options", []), _no_tensor))
-            generators = {} if optimizer is None else _generators_of(optimizer.engine, reader, manifest)
+            options = _expect(from_plain(about.get("options", []), _no_tensor), list)
+            rates: dict[str, float] = {}
+            generators: dict[str, Tensor] | None = {}
+            if isinstance(contents, Contents) and contents.optimizer is not None:
+                rates = rates_of(contents, options, names)
+                generators = _generators_of(contents.engine, reader, manifest)
         except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise CheckpointError(f"{folder}: what it has beside tensors of the model is malformed: {what}.") from None
@@ -192,32 +203,13 @@ def _expect(value: object, kind: type) -> Any:
     return value
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise TypeError(f"expected a number, found {value if isinstance(value, float) else type(value).__name__}")
-    return value
-
-
 def _scale_of(saved: object) -> dict[str, float] | None:
     if saved is None:
         return None
-    scale = {name: _number(value) for name, value in _expect(saved, dict).items()}
+    scale = {name: number(value) for name, value in _expect(saved, dict).items()}
     if set(scale) != {"scale", "good_steps", "bad_steps"} or min(scale.values()) < 0 or not scale["scale"]:
         raise ValueError("it has another loss scale than there is")
     return scale
-
-
-def _rates_of(optimizer: Optimizer, saved: object) -> dict[str, float]:
-    """A schedule's place is state, its base rate an option: rates that a scheduler has changed since are taken over, as far
-    as the base rate is still the same."""
-    theirs = {group.get("name"): group for group in _expect(saved, list)}
-    rates = {}
-    for group in optimizer.param_groups:
-        found = theirs.get(group["name"])
-        if found is not None and found.get("initial_lr") and group.get("initial_lr"):
-            base, now = _number(found["initial_lr"]), group["initial_lr"]
-            rates[group["name"]] = _number(found["lr"] if base == now else found["lr"] * now / base)
-    return rates
 
 
 def _no_tensor(key: str) -> Tensor:
@@ -263,6 +255,15 @@ def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:
     derive_together(groups, "checkpoints", read_all, lambda _: {})
 
 
+def _same_bits(one: Tensor, two: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+def _sum(flat: Tensor) -> object:
+    """A number that tells tensors apart; on the host one that is read off memory."""
+    return zlib.crc32(bytes_of(flat)) if flat.device.type == "cpu" else hash_bits(flat).tolist()
+
+
 def check_published(engine: Engine) -> None:
     """Raise, on every rank, unless what every rank reads in forward is what the masters of its owners round to."""
     engine.publisher.ensure_all()
@@ -270,23 +271,19 @@ def check_published(engine: Engine) -> None:
 
     def mine() -> dict[str, object]:
         for shard in engine.storage.shards:
-            rounded = shard.master.to(shard.weight.dtype) if shard.is_apart else shard.weight
-            if hash_bits(rounded).tolist() != hash_bits(shard.weight).tolist():
+            if shard.is_apart and not _same_bits(shard.master.to(shard.weight.dtype), shard.weight):
                 raise CheckpointError(
                     f"{shard.plan.label} has weights that its masters do not round to, after loading."
                 )
-        found: dict[str, list[int]] = {}
         replicas = engine.storage.replicas
         held = (
             [(f"{replica.plan.domain} {replica.plan.label}", replica.weights) for replica in replicas]
             if replicas
             else [(f"{shard.plan.label} {shard.spans}", shard.weight) for shard in engine.storage.shards]
         )
-        for label, weights in held:
-            found[f"{place} {label}"] = hash_bits(weights).tolist()
         # As one number for each set of params: ranks that have the same have the same number.
-        names = hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
-        return {names: hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()}
+        names = hashlib.sha256(repr([place, *(label for label, _ in held)]).encode()).hexdigest()
+        return {names: repr([_sum(weights) for _, weights in held])}
 
     told: dict[str, tuple[int, object]] = {}
     for rank, theirs in enumerate(share(engine.groups, mine)):

@@ -89,3 +89,10 @@ def from_plain(value: Any, tensor_of: Callable[[str], Tensor], depth: int = 0) -
             return {inner(key): inner(part) for key, part in value["items"]}
         case other:
             raise ValueError(f"{str(other)[:40]!r} is no kind of value")
+
+
+def number(value: object) -> float:
+    """A number that was read, unless it is none."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise TypeError(f"expected a number, found {value if isinstance(value, float) else type(value).__name__}")
+    return value

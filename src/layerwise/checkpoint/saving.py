@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from layerwise.checkpoint.disk import sync_folder, write_file
 from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.checkpoint.plain import to_plain
+from layerwise.checkpoint.rates import options_of
 from layerwise.comm.groups import Groups, derive_together
 from layerwise.errors import CheckpointError
 from layerwise.models.tracing import never_traced
@@ -71,29 +71,31 @@ def save(
         engine.publisher.ensure_all()
     partial = target.with_name(target.name + PARTIAL)
     beside: dict[str, Tensor] = {}
-    about = _together(groups, lambda: _about(contents, extra, beside) if _begin(groups, target, partial) else {})
-    _together(groups, lambda: _write_share(contents, partial, beside))
+    # Of what is beside tensors the first rank's is written, which must be everybody's.
+    about = derive_together(
+        groups, "extra values", lambda: _about(contents, extra, beside), lambda about: {EXTRA: about[EXTRA]}
+    )
+    _together(groups, lambda: _begin(groups, target, partial))
+    _together(groups, lambda: _write_share(contents, partial, beside if groups.rank == 0 else {}))
     _together(groups, lambda: _finish(about, groups.world, partial, target) if groups.rank == 0 else None)
 
 
-def _together(groups: Groups, do: Callable[[], Any]) -> Any:
+def _together(groups: Groups, do: Callable[[], None]) -> None:
     """Done by all ranks; an error of one is an error of all, and nobody goes on before all are done."""
-    return derive_together(groups, "checkpoints", do, lambda _: {})
+    derive_together(groups, "checkpoints", do, lambda _: {})
 
 
-def _begin(groups: Groups, target: Path, partial: Path) -> bool:
-    """Make room, on the first rank; whether this is it."""
+def _begin(groups: Groups, target: Path, partial: Path) -> None:
+    """Make room, on the first rank."""
     if os.path.lexists(target):
         raise CheckpointError(
             f"{target} is there already: expected a new name. A checkpoint is never written over another, since neither would be whole "
             "if it were cut short. Save every step under a name of its own; layerwise.Checkpoints does."
         )
-    if groups.rank != 0:
-        return False
-    if partial.exists():
-        shutil.rmtree(partial)  # of somebody who was killed
-    partial.mkdir(parents=True)
-    return True
+    if groups.rank == 0:
+        if partial.exists():
+            shutil.rmtree(partial)  # of somebody who was killed
+        partial.mkdir(parents=True)
 
 
 def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str, Tensor]) -> dict[str, Any]:
@@ -104,8 +106,6 @@ def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in (extra or {}).items()
     }
-    groups = [] if optimizer is None else optimizer.param_groups
-    options = [{name: value for name, value in group.items() if name not in ("params", "fqns")} for group in groups]
     nowhere: dict[str, Tensor] = {}
     return {
         "step": engine.count.steps,
@@ -115,7 +115,6 @@ def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str
         "layerwise": layerwise.__version__,
         "torch": str(torch.__version__),
         "loss_scale": None if scaler is None else to_plain(scaler.state_dict(), "loss_scale", nowhere),
-        "options": to_plain(options, "param_groups", nowhere),
         "has_optimizer": optimizer is not None,
         EXTRA: to_plain(given, EXTRA, beside),
     }
@@ -132,6 +131,7 @@ def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]
     facts = {
         "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
         "params": {name: tuple(said) for name, said in contents.facts().items()},
+        "options": options_of(contents),
     }
     write_file(partial / _share_name(groups.rank), json.dumps(facts).encode())
 
@@ -158,12 +158,10 @@ def write_parts(parts: Iterator[Part], path: Path) -> Written:
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
     try:
-        with _unchecked_sums():
-            for part in parts:
-                kinds[part.key] = part.shape, part.dtype
-                for box, tensor in _pieces(part.box, part.tensor):
-                    item = file.add(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor))
-                    chunks.setdefault(part.key, []).append(Chunk(box, path.name, *item))
+        for part in parts:
+            kinds[part.key] = part.shape, part.dtype
+            for box, tensor in _pieces(part.box, part.tensor):
+                chunks.setdefault(part.key, []).append(Chunk(box, path.name, *file.add(tensor)))
         entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
         return Written(entries, {path.name: file.close()})
     except BaseException:
@@ -189,23 +187,13 @@ def _pieces(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         yield from _pieces(part, tensor.narrow(dim, start, stop - start))
 
 
-@contextmanager
-def _unchecked_sums() -> Iterator[None]:
-    """Without the sums that torch.save() writes and torch.load() does not look at: files have better ones."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -> None:
     """Put together what ranks have written, make sure that nothing is missing, and give it its name."""
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
     files: dict[str, FileFacts] = {}
     params: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for rank in range(world):
         share = partial / _share_name(rank)
         facts = json.loads(share.read_bytes())
@@ -220,9 +208,11 @@ def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -
             chunks.setdefault(key, []).extend(entry.chunks)
         files.update(theirs.files)
         params.update(facts["params"])
+        options = {**facts["options"], **options}
         share.unlink()
     entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
-    commit(Manifest(entries, files, {**about, "params": params}), partial, target)
+    told = {**about, "params": params, "options": list(options.values())}
+    commit(Manifest(entries, files, told), partial, target)
 
 
 def commit(manifest: Manifest, partial: Path, target: Path) -> None:

@@ -176,6 +176,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.engine.plan
 
     @property
+    def given_rates(self) -> dict[str, float]:
+        """The lr that every param group began with, by its name: what a schedule may have changed since."""
+        return {group.name: group.rule.lr for group in self._planned.groups}
+
+    @property
     def stats(self) -> StepStats:
         """What the last step saw and did."""
         return self.stepper.stats

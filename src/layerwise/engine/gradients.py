@@ -215,10 +215,12 @@ class OwnGradients(_GivenGradients):
 
     def _bind(self, shard: Shard, grad: Tensor) -> None:
         """Have a shard's update be a gradient."""
-        shard.update = _flat(grad)
-        if shard.update.data_ptr() in self._seen and shard.update.numel():
-            shard.update = shard.update.clone()  # one tensor as the gradient of two params
-        self._seen.add(shard.update.data_ptr())
+        update = _flat(grad)
+        address = update.data_ptr()
+        if address in self._seen and update.numel():
+            update = update.clone()  # one tensor as the gradient of two params
+        self._seen.add(address)
+        shard.update = update
 
     @torch.no_grad()
     def reduce_again(self, fqns: Iterable[str]) -> None:
@@ -275,4 +277,6 @@ class CopiedGradients(_GivenGradients):
 
 def _flat(grad: Tensor) -> Tensor:
     """A gradient in fp32, in the order of its indices; itself where it is that already."""
-    return grad.detach().to(torch.float32).contiguous().view(-1)
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad.to(torch.float32).contiguous().view(-1)

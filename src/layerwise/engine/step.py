@@ -165,6 +165,7 @@ class Stepper:
         gradients = engine.gradients
         is_unscaled = self.scaler is not None and gradients.has_gradients and not gradients.said.is_scaled
         missing = gradients.finish()
+        measured = self._stats_pass.begin()
         if not self._has_checked_replicas or engine.settings.check_replicas:
             # A bad start must not be spread: from now on shards of all ranks are one model.
             check_copies(engine.storage, engine.communicators, engine.groups)
@@ -180,12 +181,13 @@ class Stepper:
             is_unscaled=is_unscaled,
         )
         divisors = self._divisors()
-        totals = self._stats_pass.reduce(seen, divisors)
+        totals = self._stats_pass.reduce(measured, seen, divisors)
         is_partial = gradients.are_reduced and bool(totals.partly_missing)  # then not all would take part
         if totals.late and totals.consistent and not is_partial:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
-            totals = self._stats_pass.reduce(replace(seen, late=gradients.late), divisors)
+            measured = self._stats_pass.begin()
+            totals = self._stats_pass.reduce(measured, replace(seen, late=gradients.late), divisors)
         self._check_agreement(totals, problem, settings, live)
         if gradients.are_copies and not totals.nonfinite:
             if not self._has_checked_gradients or engine.settings.check_replicas:

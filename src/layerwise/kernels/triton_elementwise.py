@@ -48,7 +48,7 @@ def as_pointer(address, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _momentum(grad, state, mask, momentum, rest, NESTEROV: tl.constexpr):
+def _momentum(grad, state, target, mask, momentum, rest, NESTEROV: tl.constexpr):
     g = tl.load(grad, mask=mask).to(tl.float32)
     m = tl.load(state, mask=mask)
     if NESTEROV:
@@ -58,25 +58,26 @@ def _momentum(grad, state, mask, momentum, rest, NESTEROV: tl.constexpr):
         m = tl.fma(rest, g, momentum * m)
         direction = m
     tl.store(state, m, mask=mask)
-    tl.store(grad, direction.to(grad.dtype.element_ty), mask=mask)
+    tl.store(target, direction.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _momentum_kernel(
     blocks, numels, addresses, momentum, rest,
-    GRAD: tl.constexpr, STATE: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, STATE: tl.constexpr, TARGET: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tensor, first, left = find_block(blocks, numels, BLOCK)
-    row = addresses + tensor * 2
-    grad, state = tl.load(row), tl.load(row + 1)
-    is_aligned = (grad | state) % ALIGNMENT == 0
+    row = addresses + tensor * 3
+    grad, state, target = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    is_aligned = (grad | state | target) % ALIGNMENT == 0
     lanes = tl.arange(0, BLOCK)
     grad, state = as_pointer(grad, GRAD) + first, as_pointer(state, STATE) + first
+    target = as_pointer(target, TARGET) + first
     if is_aligned & (left >= BLOCK):
         g, m = tl.multiple_of(grad + lanes, ALIGNMENT), tl.multiple_of(state + lanes, ALIGNMENT)
-        _momentum(g, m, None, momentum, rest, NESTEROV)
+        _momentum(g, m, tl.multiple_of(target + lanes, ALIGNMENT), None, momentum, rest, NESTEROV)
     else:
-        _momentum(grad + lanes, state + lanes, lanes < left, momentum, rest, NESTEROV)
+        _momentum(grad + lanes, state + lanes, target + lanes, lanes < left, momentum, rest, NESTEROV)
 
 
 @triton.jit
@@ -215,9 +216,12 @@ _WALK = 12
 """Numbers that say how a pair of views is walked."""
 
 
-def fused_momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bool) -> None:
-    """`momentum_` in place."""
-    _run(_momentum_kernel, (grads, momenta), (momentum, 1.0 - momentum), (nesterov,))
+def fused_momentum_(
+    grads: Tensors, momenta: Tensors, into: Tensors | None = None, *, momentum: float, nesterov: bool
+) -> None:
+    """`momentum_`, in place or into other tensors."""
+    lists = grads, momenta, grads if into is None else into
+    _run(_momentum_kernel, lists, (momentum, 1.0 - momentum), (nesterov,))
 
 
 def fused_adamw_(
@@ -305,15 +309,11 @@ def _run_contiguous(
     kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flags: tuple[object, ...]
 ) -> None:
     """With copies of what lies in pieces: its elements have no common order in memory."""
-    copies = [[tensor.contiguous() for tensor in tensors] for tensors in lists]
-    _run(kernel, copies, scalars, flags)
-    changed = [
-        (tensor, copy)
-        for tensors, columns in zip(lists, copies, strict=True)
-        for tensor, copy in zip(tensors, columns, strict=True)
-        if tensor is not copy
-    ]
-    fused_copy_([tensor for tensor, _ in changed], [copy for _, copy in changed])
+    of = {id(tensor): tensor for tensors in lists for tensor in tensors}  # one tensor may be in two lists
+    copy_of = {key: tensor.contiguous() for key, tensor in of.items()}
+    _run(kernel, [[copy_of[id(tensor)] for tensor in tensors] for tensors in lists], scalars, flags)
+    changed = [key for key, tensor in of.items() if tensor is not copy_of[key]]
+    fused_copy_([of[key] for key in changed], [copy_of[key] for key in changed])
 
 
 def _run_pairs(targets: Tensors, sources: Tensors, factors: Sequence[float] | None) -> None:

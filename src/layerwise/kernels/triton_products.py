@@ -9,6 +9,8 @@ function of its own values and shape: no sum crosses matrices, and no sum is cut
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import triton
@@ -212,23 +214,64 @@ def new_batch(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torc
     return found[:, :, :cols] if padding else found
 
 
+def as_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The memory of x, if it is such a batch as `new_batch` makes, of as many bytes; else a new one."""
+    if x.dtype.itemsize == dtype.itemsize and x.is_contiguous() and x.shape[2] % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x.view(dtype)
+    batch, rows, cols = x.shape
+    return new_batch(batch, rows, cols, dtype, x.device)
+
+
+class Norms(NamedTuple):
+    """What a batch's norms are kept in."""
+
+    sums: Tensor  # (batch, blocks), fp64
+    exponents: Tensor  # (batch,), int32
+    scales: Tensor  # (batch,), fp32: from there to Frobenius norm 1
+    squared: Tensor  # (batch,), fp32: their squares
+
+    @classmethod
+    def of(cls, batch: int, rows: int, cols: int, memory: Tensor) -> Norms:
+        """In `norms_nbytes` of memory. Each begins at a multiple of 16 bytes: kernels are compiled for that."""
+        blocks, padded = num_blocks(rows, cols), -(-batch // 4) * 4
+        ends = list(accumulate((batch * blocks * 8, *[padded * 4] * 3), initial=0))
+        sums, *others = (memory[first:stop] for first, stop in pairwise([-(-end // 16) * 16 for end in ends]))
+        exponents, scales, squared = (other[: batch * 4] for other in others)
+        wide = sums[: batch * blocks * 8].view(torch.float64).view(batch, blocks)
+        return cls(wide, exponents.view(torch.int32), scales.view(torch.float32), squared.view(torch.float32))
+
+
+def norms_nbytes(batch: int, rows: int, cols: int) -> int:
+    """Bytes for the norms of a batch; what comes after them may be read in whole lines of the cache."""
+    nbytes = (batch * num_blocks(rows, cols) * 8 + 15) // 16 * 16 + 3 * 16 * -(-batch // 4)
+    return -(-nbytes // 256) * 256
+
+
+def num_blocks(rows: int, cols: int) -> int:
+    """Blocks of a matrix whose squares are summed."""
+    return -(-rows // _ROWS) * -(-cols // _COLS)
+
+
 def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x times a power of two per matrix, in `dtype`; and the factors to Frobenius norm 1, plain and squared."""
     batch, rows, cols = x.shape
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    across = triton.cdiv(cols, _COLS)
-    blocks = triton.cdiv(rows, _ROWS) * across
-    sums = torch.empty(batch, blocks, dtype=torch.float64, device=x.device)
-    exponents = torch.empty(batch, dtype=torch.int32, device=x.device)
-    # Both begin at multiples of 16 bytes: kernels are compiled for that.
-    scales, squared = (row[:batch] for row in torch.empty(2, -(-batch // 4) * 4, dtype=torch.float32, device=x.device))
+    memory = torch.empty(norms_nbytes(batch, rows, cols), dtype=torch.uint8, device=x.device)
+    norms = Norms.of(batch, rows, cols, memory)
     out = new_batch(batch, rows, cols, dtype, x.device)
-    size, strides = (blocks, across, rows, cols), x.stride()[:2]
+    normalise_into(out, x if x.stride(2) == 1 else x.contiguous(), norms)
+    return out, norms.scales, norms.squared
+
+
+def normalise_into(out: Tensor, x: Tensor, norms: Norms) -> None:
+    """Leave in `out`, which may be x itself, x times a power of two per matrix, and in `norms` the factors from there."""
+    batch, rows, cols = x.shape
+    blocks = num_blocks(rows, cols)
+    size, strides = (blocks, -(-cols // _COLS), rows, cols), x.stride()[:2]
     is_aligned = all(stride % 8 == 0 for stride in strides)
     is_huge = max(*strides, *out.stride()) >= 2**31
-    key = (x.device, x.dtype, dtype, is_aligned, x.data_ptr() % 16 == 0, is_huge)
+    key = (x.device, x.dtype, out.dtype, is_aligned, x.data_ptr() % 16 == 0, is_huge)
     constants = (is_aligned, _ROWS, _COLS)
+    sums, exponents, scales, squared = norms
     launch(square_sums_kernel, ("sums", *key), batch * blocks, (x, sums, *size, *strides, *constants), warps=_WARPS)
     numel = float(rows * cols)
     launch(
@@ -236,7 +279,6 @@ def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     )
     arguments = (x, out, exponents, *size, *strides, *out.stride()[:2], *constants)
     launch(rescale_kernel, ("rescale", *key), batch * blocks, arguments, warps=_WARPS)
-    return out, scales, squared
 
 
 def symmetric(
@@ -250,6 +292,7 @@ def symmetric(
     scales: Tensor | None = None,
     left_t: bool = False,
     right_t: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """scale * (alpha * left @ right + sum of factor * addend + diagonal * I), for operands whose product is symmetric.
 
@@ -258,7 +301,8 @@ def symmetric(
     """
     batch = left.shape[0]
     size, depth = (left.shape[2], left.shape[1]) if left_t else (left.shape[1], left.shape[2])
-    out = new_batch(batch, size, size, left.dtype, left.device)
+    if out is None:
+        out = new_batch(batch, size, size, left.dtype, left.device)
     tiles = _lower_tiles(size, tile, left.device)
     total = batch * tiles.numel()
     programs = min(total, _multiprocessors(left.device))
@@ -286,12 +330,13 @@ def full(
     addend: Tensor | None = None,
     beta: float = 0.0,
     scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """scale * (alpha * left @ right + beta * addend)."""
     batch, rows, depth = left.shape
     cols = right.shape[2]
-    out = new_batch(batch, rows, cols, dtype or left.dtype, left.device)
+    if out is None:
+        out = new_batch(batch, rows, cols, left.dtype, left.device)
     num_rows, num_cols = triton.cdiv(rows, tile.rows), triton.cdiv(cols, tile.cols)
     total = batch * num_rows * num_cols
     programs = min(total, _multiprocessors(left.device))

@@ -65,6 +65,26 @@ def _tensor_sums_kernel(sums, starts, totals, LANES: tl.constexpr):
     tl.store(totals + tensor, tl.sum(found))
 
 
+@triton.jit(do_not_specialize=["num_groups", "numel"])
+def _totals_kernel(sums, groups, places, totals, nonfinite, num_groups, numel, LANES: tl.constexpr):
+    program = tl.program_id(0)
+    lanes = tl.arange(0, LANES)
+    if program < num_groups:
+        found = tl.zeros((LANES,), tl.float64)
+        for first in range(0, numel, LANES):
+            at = first + lanes
+            is_mine = tl.load(groups + at, mask=at < numel, other=-1) == program
+            found += tl.where(is_mine, tl.load(sums + at, mask=at < numel, other=0.0), 0.0)
+        tl.store(totals + program, tl.sum(found))
+    else:
+        at = (program - num_groups) * LANES + lanes
+        value = tl.load(sums + at, mask=at < numel, other=0.0)
+        is_bad = (at < numel) & ~(tl.abs(value) < float("inf"))
+        place = nonfinite + tl.load(places + at, mask=at < numel, other=0)
+        # Counts are exact in any order.
+        tl.atomic_add(place, tl.full((LANES,), 1.0, tl.float64), mask=is_bad, sem="relaxed")
+
+
 _BLOCK, _LANES, _WARPS = 16384, 2048, 8
 _SUMS = 512
 """Sums of blocks that are added at a time."""
@@ -78,6 +98,15 @@ def fused_square_sums(tensors: Sequence[Tensor]) -> Tensor:
 def fused_zero_counts(tensors: Sequence[Tensor]) -> Tensor:
     """How many elements of each tensor are zero, as fp64."""
     return _sums(tensors, zeros=True)
+
+
+def fused_totals(sums: Tensor, group_of: Tensor, place_of: Tensor, groups: Tensor, nonfinite: Tensor) -> None:
+    """`add_totals`, in one launch."""
+    programs = len(groups) + -(-len(sums) // _SUMS)
+    arguments = (sums, group_of, place_of, groups, nonfinite, len(groups), len(sums), _SUMS)
+    is_aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in arguments[:5])  # the vector's parts begin anywhere
+    with torch.cuda.device_of(sums):
+        launch(_totals_kernel, (_totals_kernel, sums.device, is_aligned), programs, arguments, warps=4)
 
 
 def _sums(tensors: Sequence[Tensor], *, zeros: bool) -> Tensor:

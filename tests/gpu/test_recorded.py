@@ -31,7 +31,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, trans
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_a_replay_has_the_bits_of_a_launch_whatever_came_before_it(method: str, steps: int, dtype: torch.dtype) -> None:
     recorder = Recorder()
-    options = {**OPTIONS, "schedule": coefficient_schedule("quintic", 5)[:1] * steps, "method": method}
+    options = {**OPTIONS, "schedule": coefficient_schedule("polar_express", steps), "method": method}
     places = [random(shape, dtype) for shape in SHAPES]
     replayed = 0
     for _ in range(6):
@@ -64,6 +64,11 @@ def test_what_has_16_bits_and_whole_rows_is_orthogonalised_where_it_lies() -> No
 def test_recordings_are_for_addresses_hold_no_memory_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "_MOST", 3)
     recorder = Recorder()
+    for _ in range(4):
+        recorder.orthogonalize(
+            random((2, 64, 64)), **OPTIONS
+        )  # what torch keeps for all graphs together is there by then
+    recorder.free()
     places = [random((2, 64, 64)) for _ in range(5)]
     expected = [orthogonalize(place, **OPTIONS) for place in places]
     kept = [place.clone() for place in places]
@@ -90,15 +95,3 @@ def test_another_stream_has_a_recording_of_its_own() -> None:
             assert torch.equal(recorder.orthogonalize(place.copy_(values), **OPTIONS), expected)
         torch.cuda.synchronize()
     assert len(recorder._graphs) >= 2
-
-
-def test_many_kinds_of_batches_have_the_bits_that_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Side by side or not, in one part or three."""
-    for parts in (1, 3):
-        monkeypatch.setattr(recorded, "SIDE_BY_SIDE", parts)
-        recorder = Recorder()
-        for shape in SHAPES:
-            values = random(shape)
-            expected, place = orthogonalize(values, **OPTIONS), values.clone()
-            for _ in range(4):
-                assert torch.equal(recorder.orthogonalize(place.copy_(values), **OPTIONS), expected)

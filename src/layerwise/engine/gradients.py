@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.sharded import Elsewhere, is_sharded, local_of, on_one_mesh
-from layerwise.memory.hooked import grad_of, grads_of, take_grad
+from layerwise.memory.hooked import drop_grad, grad_of, grads_of
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
 
@@ -142,23 +142,29 @@ class OwnGradients(_GivenGradients):
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
         self._shards = [(fqn, shard) for shard in storage.shards for fqn in shard.plan.fqns]
+        self._own = [self._params[fqn] for fqn, _ in self._shards]
+        self._cut = {fqn for fqn, param in self._params.items() if is_sharded(param)}
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)
         self._shard_of = dict(self._shards)
         self._bound: list[str] = []
         self._seen: set[int] = set()
         self._elsewhere: dict[str, Elsewhere] = {}
-        self._looked: dict[str, _Found] = {}
+        self._looked: list[_Found] = []
 
     def check(self) -> None:
-        self._looked = {fqn: self._look(fqn) for fqn, _ in self._shards}  # `finish` comes next, and need not look again
-        for found in self._looked.values():
+        self._looked = self._look_at_all()  # `finish` comes next, and need not look again
+        for found in self._looked:
             if found.problem is not None:
                 raise found.problem
+
+    def _look_at_all(self) -> list[_Found]:
+        grads = grads_of(self._own)
+        return [self._look(fqn, grad) for (fqn, _), grad in zip(self._shards, grads, strict=True)]
 
     def _place_of(self, fqn: str, param: Tensor, grad: Tensor) -> Elsewhere | None:
         """Where a gradient is, if not where its param is; raises unless it is as it must be."""
         refuse_sparse(fqn, grad)
-        if not is_sharded(param):
+        if fqn not in self._cut:
             return None
         if not is_sharded(grad):
             raise TypeError(
@@ -182,9 +188,8 @@ class OwnGradients(_GivenGradients):
     def finish(self) -> frozenset[str]:
         missing, late = set(), set()
         self._bound, self._seen = [], set()
-        looked, self._looked = self._looked, {}
-        for fqn, shard in self._shards:
-            grad, place, _ = looked.get(fqn) or self._look(fqn)
+        looked, self._looked = self._looked or self._look_at_all(), []
+        for (fqn, shard), (grad, place, _) in zip(self._shards, looked, strict=True):
             if fqn in self._elsewhere:
                 grad = self._bring(fqn, grad)
             elif place is not None:
@@ -200,11 +205,11 @@ class OwnGradients(_GivenGradients):
         self.late = frozenset(late)
         return frozenset(missing)
 
-    def _look(self, fqn: str) -> _Found:
-        param = self._params[fqn]
-        grad = grad_of(param)
+    def _look(self, fqn: str, grad: Tensor | None) -> _Found:
+        if grad is None or (not grad.is_sparse and fqn not in self._cut):  # nearly always
+            return _Found(grad, None)
         try:
-            return _Found(grad, None if grad is None else self._place_of(fqn, param, grad))
+            return _Found(grad, self._place_of(fqn, self._params[fqn], grad))
         except (TypeError, ValueError) as problem:
             return _Found(None, None, problem)
 
@@ -225,7 +230,7 @@ class OwnGradients(_GivenGradients):
     @torch.no_grad()
     def reduce_again(self, fqns: Iterable[str]) -> None:
         for fqn in sorted(fqns):
-            grad, place, _ = self._look(fqn)
+            grad, place, _ = self._look(fqn, grad_of(self._params[fqn]))
             if grad is not None and place is not None:
                 self._elsewhere[fqn] = place
                 self._bind(self._shard_of[fqn], place.brought(self._params[fqn], grad))
@@ -234,8 +239,8 @@ class OwnGradients(_GivenGradients):
     def forget(self) -> None:
         super().forget()
         for fqn in self._bound:
-            take_grad(self._params[fqn])
-        self._bound, self._looked = [], {}
+            drop_grad(self._params[fqn])
+        self._bound, self._looked = [], []
         for _, shard in self._shards:
             shard.update = self._nothing
 
@@ -277,6 +282,6 @@ class CopiedGradients(_GivenGradients):
 
 def _flat(grad: Tensor) -> Tensor:
     """A gradient in fp32, in the order of its indices; itself where it is that already."""
-    if grad.requires_grad:
-        grad = grad.detach()
-    return grad.to(torch.float32).contiguous().view(-1)
+    if grad.dtype is torch.float32 and grad.is_contiguous() and not grad.requires_grad:  # nearly always
+        return grad.view(-1)
+    return grad.detach().to(torch.float32).contiguous().view(-1)

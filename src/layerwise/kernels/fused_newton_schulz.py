@@ -16,7 +16,8 @@ products: R = s^2 X X^T, and X <- s (a X + Z X).
 X changes places with its successor: one is the memory of the result, the other a part of the workspace, and whichever
 comes first is chosen so that the last one is the result. The Gram form needs four n x n matrices at a time while there is
 one X, and one of them, P, while there are two. So P has a place of its own, and the other three lie where the next X
-will be: in the workspace, or in the result as far as they fit.
+will be: in the workspace, or in the result as far as they fit. So does the standard form's Gram matrix, beside which there
+is its polynomial.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def workspace_nbytes(shape: Sequence[int], method: str) -> int:
     if method == "gram":
         numel = small + max(_OTHERS * small, large + _left_over(large, small) * small)
     else:
-        numel = 2 * small + large
+        numel = small + large
     return 2 * batch * numel + norms_nbytes(batch, rows, cols)
 
 
@@ -127,20 +128,25 @@ def _carved(memory: Tensor, first: int, batch: int, rows: int, cols: int, dtype:
 def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> None:
     dtype = places.out_BRC.dtype
     _, small = _sizes(*update_BRC.shape[1:])
-    gram_BMM, polynomial_BMM = places.small(0, dtype), places.small(small, dtype)
-    here_BRC, there_BRC = places.out_BRC, places.large(2 * small, dtype)
+    polynomial_BMM = places.small(0, dtype)
+    # X and its successor in turn, each with the small matrix that lies where it will.
+    here, there = (
+        (places.out_BRC, places.small(0, dtype, in_result=True)),
+        (places.large(small, dtype), places.small(small, dtype)),
+    )
     if len(schedule) % 2:
-        here_BRC, there_BRC = there_BRC, here_BRC
-    normalise_into(here_BRC, update_BRC, places.norms)
-    scales, squared = places.norms.scales, places.norms.squared
-    first: tuple[Tensor | None, Tensor | None] = scales, squared
+        here, there = there, here
+    normalise_into(here[0], update_BRC, places.norms)
+    first: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     for a, b, c in schedule:
-        _gram_matrix(here_BRC, first[1], gram_BMM)
+        x_BRC, next_BRC, gram_BMM = here[0], *there
         if c == 0.0:
-            _times(gram_BMM, here_BRC, there_BRC, alpha=b, beta=a, scales=first[0])
+            _gram_matrix(x_BRC, first[1], polynomial_BMM)
+            _times(polynomial_BMM, x_BRC, next_BRC, alpha=b, beta=a, scales=first[0])
         else:
-            _times(_square(gram_BMM, b, c, polynomial_BMM), here_BRC, there_BRC, beta=a, scales=first[0])
-        here_BRC, there_BRC = there_BRC, here_BRC
+            _gram_matrix(x_BRC, first[1], gram_BMM)
+            _times(_square(gram_BMM, b, c, polynomial_BMM), x_BRC, next_BRC, beta=a, scales=first[0])
+        here, there = there, here
         first = None, None
 
 

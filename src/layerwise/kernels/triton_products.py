@@ -132,11 +132,12 @@ def _block(num_blocks, num_across, rows, cols, ROWS: tl.constexpr, COLS: tl.cons
 
 
 @triton.jit
-def _aligned(stride, ALIGNED: tl.constexpr):
-    """A stride with what is known of it; were Triton to look at each by itself, every mixture would be compiled."""
+def _aligned(number, ALIGNED: tl.constexpr):
+    """A stride, or a number of columns, with what is known of it; were Triton to look at each by itself, every mixture would
+    be compiled. Only where a mask is the same for whole accesses are they wide."""
     if ALIGNED:
-        stride = tl.multiple_of(stride, 8)
-    return stride
+        number = tl.multiple_of(number, 8)
+    return number
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_across", "rows", "cols", "stride_batch", "stride_row"])
@@ -145,7 +146,7 @@ def square_sums_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of a block, in fp64, where no square of an fp32 number over- or underflows."""
-    batch, block, row, col, mask = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    batch, block, row, col, mask = _block(num_blocks, num_across, rows, _aligned(cols, ALIGNED), ROWS, COLS)
     start = x + batch * _aligned(stride_batch, ALIGNED)
     v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
     tl.store(sums + batch * num_blocks + block, tl.sum(v * v))
@@ -193,7 +194,7 @@ def rescale_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A copy times 2^exponent."""
-    batch, _block_number, row, col, mask = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    batch, _block_number, row, col, mask = _block(num_blocks, num_across, rows, _aligned(cols, ALIGNED), ROWS, COLS)
     start = x + batch * _aligned(stride_batch, ALIGNED)
     v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32)
     v = _times_power_of_two(v, tl.load(exponents + batch))
@@ -267,7 +268,7 @@ def normalise_into(out: Tensor, x: Tensor, norms: Norms) -> None:
     batch, rows, cols = x.shape
     blocks = num_blocks(rows, cols)
     size, strides = (blocks, -(-cols // _COLS), rows, cols), x.stride()[:2]
-    is_aligned = all(stride % 8 == 0 for stride in strides)
+    is_aligned = all(number % 8 == 0 for number in (*strides, cols))
     is_huge = max(*strides, *out.stride()) >= 2**31
     key = (x.device, x.dtype, out.dtype, is_aligned, x.data_ptr() % 16 == 0, is_huge)
     constants = (is_aligned, _ROWS, _COLS)

@@ -64,10 +64,10 @@ def test_what_has_16_bits_and_whole_rows_is_orthogonalised_where_it_lies() -> No
 def test_recordings_are_for_addresses_hold_no_memory_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "_MOST", 3)
     recorder = Recorder()
+    warm = random((2, 64, 64))
     for _ in range(4):
-        recorder.orthogonalize(
-            random((2, 64, 64)), **OPTIONS
-        )  # what torch keeps for all graphs together is there by then
+        recorder.orthogonalize(warm, **OPTIONS)  # what torch keeps for all graphs together is there by then
+    assert recorder._graphs
     recorder.free()
     places = [random((2, 64, 64)) for _ in range(5)]
     expected = [orthogonalize(place, **OPTIONS) for place in places]

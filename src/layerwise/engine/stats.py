@@ -170,13 +170,6 @@ class _Numbers(NamedTuple):
     nonfinite: Sequence[float]
 
 
-class Measured(NamedTuple):
-    """What one pass over this rank's gradients finds, on its device."""
-
-    sums: Tensor  # of squares, in fp64, one for every span
-    zeros: Tensor | None
-
-
 class StatsPass:
     """Collects and reduces the statistics of one step's gradients, over all ranks of all stages and domains.
 
@@ -242,6 +235,8 @@ class StatsPass:
             torch.zeros(self.numel, dtype=torch.float64, pin_memory=self._device.type == "cuda") for _ in range(2)
         )
         self._known_parts = self._parts(self._known)
+        self._known_part = slice(self._sizes.groups + self._sizes.zeros, self.numel - self._sizes.nonfinite)
+        """What of the vector the host knows."""
 
     @property
     def numel(self) -> int:
@@ -252,26 +247,28 @@ class StatsPass:
     def op(self) -> CommOp:
         return stats_op(self.numel, self._communicator.world)
 
-    def begin(self) -> Measured:
-        """One pass over sums of gradients, under way: there is time for something else."""
-        sums = square_sums(self._updates.now()).to(self._device)
-        return Measured(sums, count_zeros(self._counted_updates.now()) if self._zeros else None)
-
-    def reduce(self, measured: Measured, mine: Seen, divisors: Divisors) -> Totals:
-        """One all-reduce of what was measured and seen, and one read-back.
+    def begin(self, divisors: Divisors) -> Tensor:
+        """One pass over sums of gradients; returns the vector with what they come to here, as far as it is under way.
 
         Norms are those of the sums, divided at the end: for gradients whose sums are exact the norm is too, on any number
         of ranks.
         """
+        sums = square_sums(self._updates.now()).to(self._device)
+        weights = self._weights(divisors)
+        if weights is not None:
+            sums *= weights
+        vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
+        parts = self._parts(vector)
+        add_totals(sums, self._groups, self._params, groups=parts.groups, nonfinite=parts.nonfinite)
+        if self._zeros:
+            parts.zeros.add_(count_zeros(self._counted_updates.now()))
+        return vector
+
+    def reduce(self, vector: Tensor, mine: Seen, divisors: Divisors) -> Totals:
+        """One all-reduce of that and of what this rank has seen, and one read-back."""
         self._known.zero_()
         self._note(mine)
-        vector = self._known.to(self._device, non_blocking=True, copy=True)
-        parts = self._parts(vector)
-        weights = self._weights(divisors)
-        sums = measured.sums if weights is None else measured.sums * weights
-        add_totals(sums, self._groups, self._params, groups=parts.groups, nonfinite=parts.nonfinite)
-        if measured.zeros is not None:
-            parts.zeros.add_(measured.zeros)
+        vector[self._known_part].copy_(self._known[self._known_part], non_blocking=True)
         self._communicator.all_reduce(self.op, vector).wait()
         return self._read(self._came_back(vector), divisors)
 

@@ -168,7 +168,8 @@ class Stepper:
         unfit = self._unfit_gradients()
         is_unscaled = self.scaler is not None and gradients.has_gradients and not gradients.said.is_scaled
         missing = gradients.finish()
-        measured = self._stats_pass.begin()
+        divisors = self._divisors()
+        vector = self._stats_pass.begin(divisors)
         live = ask()
         problem = self._preflight(live) or unfit
         if not self._has_checked_replicas or engine.settings.check_replicas:
@@ -185,14 +186,13 @@ class Stepper:
             is_scaled=gradients.said.is_scaled,
             is_unscaled=is_unscaled,
         )
-        divisors = self._divisors()
-        totals = self._stats_pass.reduce(measured, seen, divisors)
+        totals = self._stats_pass.reduce(vector, seen, divisors)
         is_partial = gradients.are_reduced and bool(totals.partly_missing)  # then not all would take part
         if totals.late and totals.consistent and not is_partial:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
-            measured = self._stats_pass.begin()
-            totals = self._stats_pass.reduce(measured, replace(seen, late=gradients.late), divisors)
+            vector = self._stats_pass.begin(divisors)
+            totals = self._stats_pass.reduce(vector, replace(seen, late=gradients.late), divisors)
         self._check_agreement(totals, problem, settings, live)
         if gradients.are_copies and not totals.nonfinite:
             if not self._has_checked_gradients or engine.settings.check_replicas:
@@ -315,6 +315,8 @@ class Stepper:
         """What was written into weights since the last step: the same on every rank, or shards would mix. Ranks hold
         different experts under one name, so of those only the name; and of a weight that somebody else has cut each writes
         its own part, or none."""
+        if not self._changed:
+            return {}
         storage, plan = self._engine.storage, self._engine.plan
         cut = {fqn for shard in plan.own for fqn in shard.fqns if shard.world > 1}
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
+from layerwise.kernels.lists import Kept
 from layerwise.kernels.recorded import Recorder
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
@@ -135,7 +137,12 @@ class Update:
         ]
         every = [cohort for cohorts in self._cohorts for cohort in cohorts]
         # Masters and state stay where they are; updates may be other tensors in every step.
-        self._masters = [[run.of(run.shard.master) for run in members] for members in self._runs]
+        self._masters = [Kept(run.of(run.shard.master) for run in members) for members in self._runs]
+        self._staying, self._returning = (
+            {cohort: Kept(region.master for region in regions_of(cohort)) for cohort in every}
+            for regions_of in (attrgetter("staying"), attrgetter("returning"))
+        )
+        """Masters of what stays where it is in each cohort, and of what comes back."""
         self._direct = {cohort: self._direct_of(cohort) for cohort in every}
         self._left = self._left_over()
         self._states = [self._states_of(index, members) for index, members in enumerate(self._left)]
@@ -158,7 +165,7 @@ class Update:
 
     def _states_of(self, group: int, runs: Iterable[_Run]) -> dict[str, list[Tensor]]:
         names = self._groups[group].rule.state_names
-        return {name: [run.of(run.shard.state[name]) for run in runs] for name in names}
+        return {name: Kept(run.of(run.shard.state[name]) for run in runs) for name in names}
 
     def _direct_of(self, cohort: Cohort) -> list[_Direct]:
         runs = [
@@ -209,12 +216,9 @@ class Update:
         Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same
         rounding in every layout.
         """
-        by_divisor: dict[float, list[Tensor]] = {}
-        for shard in self._shards:
-            by_divisor.setdefault(divisors.by_shard[shard.plan.index], []).append(shard.update)
-        for divisor, updates in by_divisor.items():
-            if divisor != 1.0:
-                torch._foreach_div_(updates, divisor)
+        for divisor in set(divisors.by_shard.values()) - {1.0}:
+            updates = [shard.update for shard in self._shards if divisors.by_shard[shard.plan.index] == divisor]
+            torch._foreach_div_(updates, divisor)
         for name, parts in self._updates_by_norm_group.items():
             if coefficients[name] < 1.0:
                 torch._foreach_mul_(parts.now(), coefficients[name])
@@ -293,7 +297,8 @@ class Update:
             with scope(f"return of {cohort.label}"):
                 returning[number_] = cohort.send_back(directions)
             with scope(f"update masters at home of {cohort.label}"):
-                self._subtract(cohort.staying, cohort.kept(directions), self._staying_factors[cohort], options)
+                factors = self._staying_factors[cohort].under(options)
+                subtract_scaled_(self._staying[cohort], cohort.kept(directions), factors)
             del directions
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
@@ -309,15 +314,8 @@ class Update:
         """What comes back is taken off the masters from where it arrived."""
         returned = cohort.returned(passage)
         with scope(f"update masters of {cohort.label}"):
-            self._subtract(cohort.returning, returned, self._returning_factors[cohort], options)
+            subtract_scaled_(self._returning[cohort], returned, self._returning_factors[cohort].under(options))
         passage.release()
-
-    @staticmethod
-    def _subtract(
-        regions: Sequence[OwnedRegion], directions: list[Tensor], factors: Factors, options: Sequence[LiveOptions]
-    ) -> None:
-        """Take directions off the masters this rank owns, each region with the factor of its matrix."""
-        subtract_scaled_([region.master for region in regions], directions, factors.under(options))
 
     def free(self) -> None:
         """Let go of memory that only a step needs."""

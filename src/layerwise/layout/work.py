@@ -28,7 +28,7 @@ DEFAULT_COHORT_NUMEL = 32 * 1024 * 1024
 """Elements that each rank has in flight per cohort, on average. 64 MiB in bf16: well past where links reach their
 bandwidth."""
 
-_STAYING_COHORT = 4
+_STAYING_COHORT = 8
 """How much larger a cohort is that goes nowhere. Nothing waits for a wire then, and large batches of one shape are what
 products are fast at: the memory of a step bounds them alone."""
 

@@ -74,6 +74,30 @@ def newton_schulz_accuracy(data: dict[str, Any]) -> str:
     )
 
 
+def checkpoint(data: dict[str, Any]) -> str:
+    return markdown(
+        [
+            "ranks",
+            "state, MiB",
+            "bandwidth of saving over raw",
+            "of loading",
+            "bytes on disk over state",
+            "extra memory, MiB (save, load)",
+        ],
+        [
+            [
+                row["ranks"],
+                row["state_mib"],
+                row["save_over_raw"],
+                row["load_over_raw"],
+                row["disk_over_state"],
+                f"{row['extra_mib']['save']}, {row['extra_mib']['load']}",
+            ]
+            for row in data["rows"]
+        ],
+    )
+
+
 def flat(data: dict[str, Any]) -> str:
     models = ("llama3-8b", "llama3-70b", "deepseek-v3", "kimi-k2")
     shown = [
@@ -245,6 +269,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
+    "checkpoint": ("checkpoint", checkpoint),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "fsdp": ("fsdp", fsdp),

@@ -5,6 +5,7 @@ same in every run and are given the time that they take: the first text that is 
 """
 
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ if is_poisoned():
     poison_memory()
 
 CROSSES = (
+    "distributed/test_checkpoints.py",
     "distributed/test_ddp.py",
     "distributed/test_fsdp2_changes.py",
     "distributed/test_fsdp2_life.py",
@@ -37,10 +39,19 @@ CROSSES = (
 KEPT = 8
 """Of these, `make test-all` runs one in so many, always the same ones; `make exhaustive` runs the others."""
 
+BROAD = 3
+"""Of the cases of a test that is marked as broad, `make test` runs one in so many: the first, and then every third."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
+    seen: Counter[str] = Counter()
     for item in items:
+        if item.get_closest_marker("broad") and not item.get_closest_marker("slow"):
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % BROAD:
+                item.add_marker("slow")
+            seen[name] += 1
         is_cross = item.get_closest_marker("slow") and item.path.relative_to(here).as_posix() in CROSSES
         if is_cross and zlib.crc32(item.nodeid.encode()) % KEPT:
             item.add_marker("exhaustive")

@@ -137,14 +137,14 @@ def _play(rank: int, scene: Scene) -> Seen:
                 if placed[fqn] != placement(param)
             ]
             seen.found += [f"rank {rank} step {step}: {text}" for text in found]
-    planned = optimizer.schedule.bytes_by_collective(optimizer._engine.storage.ranks).get("all_to_all", 0)
+    planned = optimizer.schedule.bytes_by_collective(optimizer.engine.storage.ranks).get("all_to_all", 0)
     if seen.wire_nbytes != (STEPS - 1) * planned:
         seen.found.append(
             f"rank {rank}: {seen.wire_nbytes} bytes went out in {STEPS - 1} steps, {planned} each were planned"
         )
     for work in optimizer.plan.works:
         for item in work.items:
-            if optimizer._engine.storage.ranks[work.domain] in item.homes:
+            if optimizer.engine.storage.ranks[work.domain] in item.homes:
                 seen.mine[item.matrix.fqn, item.matrix.logical_shape] += 1
                 number = item.matrix.index + first_expert(item.matrix.fqn)
                 seen.repeated.update([(item.matrix.fqn, number)] if len(item.homes) > 1 else ())
@@ -197,7 +197,7 @@ def _differences(
         found.append(f"grad norm {stats.grad_norm} against {oracle.grad_norm}")
     if stats.num_zeros != oracle.num_zeros:
         found.append(f"zero count {stats.num_zeros} against {oracle.num_zeros}")
-    planned = optimizer.schedule.bytes_by_collective(optimizer._engine.storage.ranks)
+    planned = optimizer.schedule.bytes_by_collective(optimizer.engine.storage.ranks)
     if dict(stats.bytes_by_collective) != planned:
         found.append(f"bytes {dict(stats.bytes_by_collective)} against {planned}")
     return found
@@ -325,7 +325,8 @@ def _spoil_gradient(scene: Scene, rank: int, step: int, params: dict[str, torch.
     """Move one element of one rank by one ulp."""
     if scene.sabotage == "gradient" and step == 0 and rank == dist.get_world_size() - 1:
         grad = next(local(param.grad) for param in params.values() if param.grad is not None and local(param).numel())
-        grad.view(-1)[:1].copy_(torch.nextafter(grad.view(-1)[:1], torch.tensor(float("inf"))))
+        first = grad.view(-1)[:1]
+        first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
 
 
 def _spoil_state(
@@ -338,6 +339,42 @@ def _spoil_state(
         momentum.view(-1)[:1].add_(1.0)
     if scene.sabotage == "twice" and step == STEPS - 1 and rank == 0:
         recorded.orthogonalize(torch.ones(1, 8, 8), schedule=[(1.0, 0.0, 0.0)])
+
+
+class Stage:
+    """A cut model of the zoo on this rank, with an optimizer."""
+
+    def __init__(self, rank: int, scene: Scene, **options: Any) -> None:
+        self.rank, self.mesh, self.model, self.dtype = rank, MESHES[scene.mesh], scene.build(), scene.dtype
+        self.whole = {fqn: param.detach().clone() for fqn, param in self.model.named_parameters()}
+        given = self.mesh.cut(self.model)
+        self.params = dict(self.model.named_parameters())
+        self.hyper = replace(scene.hyper, clip=None)
+        self.oracle = Oracle(self.whole, self.model.matrices(), self.hyper)
+        self.optimizer = layerwise.Optimizer(given, **rules(self.hyper), **options)
+
+    def box(self, fqn: str) -> tuple[slice, ...]:
+        return self.mesh.box(self.model, fqn, self.whole[fqn].shape, self.rank)
+
+    def deliver(self, step: int, *, scale: float = 1.0) -> dict[str, Any]:
+        """Gradients for all params, those of a loss that was scaled if it was; returns the whole ones."""
+        grads: dict[str, Any] = dict(whole_gradients(self.whole, step))
+        for fqn, param in self.params.items():
+            param.grad = like(param, (grads[fqn][self.box(fqn)] * scale).to(self.dtype))
+        return grads
+
+    def differs(self) -> list[str]:
+        return [
+            fqn
+            for fqn, param in self.params.items()
+            if local(param).numel() and not torch.equal(local(param.detach()), self.oracle.masters[fqn][self.box(fqn)])
+        ]
+
+    def hash(self) -> str:
+        """Of all that a step may change."""
+        states = [self.optimizer.state[param] for param in self.params.values()]
+        tensors = [local(tensor) for state in states for _, tensor in sorted(state.items())]
+        return hash_tensors([*(local(param.detach()) for param in self.params.values()), *tensors])
 
 
 def with_rule(scene: Scene, rule: str) -> Scene:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -380,16 +381,34 @@ class Mesh:
             found.append((0, sizes["shard"], "shard"))
         return found
 
-    def box(self, model: Model, fqn: str, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-        """What a rank holds of a param."""
-        on = self.experts if self.experts and ".experts." in fqn else self.axes
-        place = _place(on, rank)
+    def box(
+        self, model: Model, fqn: str, shape: Sequence[int], rank: int, axes: Sequence[str] | None = None
+    ) -> tuple[slice, ...]:
+        """What a rank holds of a param; or would hold if it were cut along some axes only."""
+        place = _place(self._axes_of(fqn), rank)
         starts, stops = [0] * len(shape), list(shape)
         for dim, chunks, axis in self.cuts(model, fqn):
+            if axes is not None and axis not in axes:
+                continue
             length = math.ceil((stops[dim] - starts[dim]) / chunks)
             start = min(starts[dim] + place[axis] * length, stops[dim])
             starts[dim], stops[dim] = start, min(start + length, stops[dim])
         return tuple(map(slice, starts, stops))
+
+    def data_place(self, model: Model, fqn: str, rank: int) -> tuple[int, int]:
+        """The number of a rank among those whose gradients of a param torch averages, and how many they are: 0 and 1 where
+        it averages none."""
+        sizes, place = dict(self._axes_of(fqn)), _place(self._axes_of(fqn), rank)
+        is_cut = any(axis in ("shard", "eshard") for _, _, axis in self.cuts(model, fqn))
+        averaged = ("all",) if self.ddp else ("replicate", "shard", "eshard") if is_cut else ()
+        number, count = 0, 1
+        for axis in sizes:
+            if axis in averaged:
+                number, count = number * sizes[axis] + place[axis], count * sizes[axis]
+        return number, count
+
+    def _axes_of(self, fqn: str) -> Axes:
+        return self.experts if self.experts and ".experts." in fqn else self.axes
 
     def first_expert(self, model: Model, rank: int, fqn: str) -> int:
         """The number, among all experts, of what a rank calls its first."""
@@ -482,6 +501,24 @@ def like(param: Tensor, mine: Tensor) -> Tensor:
     return DTensor.from_local(
         mine, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def with_losses(model: Model) -> None:
+    """Have a cut model's forward return a loss, of gradients by name: those are its gradients, once every rank has called
+    backward and torch has averaged them. It goes through the forward of every part that `fully_shard` was called on."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, FSDPModule) or module is model:
+            module.forward = partial(_loss, module, f"{prefix}." if prefix else "")
+
+
+def _loss(module: nn.Module, prefix: str, grads: dict[str, Tensor]) -> Tensor:
+    total = torch.zeros(())
+    for name, child in module.named_children():
+        total = total + (child(grads) if isinstance(child, FSDPModule) else _loss(child, f"{prefix}{name}.", grads))
+    for name, param in module.named_parameters(recurse=False):
+        if prefix + name in grads:  # what is tied has one name
+            total = total + (local(param) * grads[prefix + name]).sum()
+    return total
 
 
 def placement(tensor: Tensor) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerwise
+from layerwise.comm.sharded import local_of
 from layerwise.engine import engine
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
@@ -532,9 +533,9 @@ def held(storage: Storage) -> list[Tensor]:
 
 def hash_by_param(optimizer: layerwise.Optimizer) -> str:
     """One hash of weights, state and counters by param, wherever they lie: of a plain module and of a wrapped one alike."""
-    optimizer._engine.publisher.ensure_all()
+    optimizer.engine.publisher.ensure_all()
     tensors: list[Tensor] = []
-    for _, param in sorted(optimizer._engine.storage.params.items()):
+    for _, param in sorted(optimizer.engine.storage.params.items()):
         # Whatever shapes it has: elements count. And steps are counted beside them.
         names = [name for name in sorted(optimizer.state[param]) if name != "step"]
         tensors += [param, *(optimizer.state[param][name].flatten() for name in names)]
@@ -545,14 +546,14 @@ def hash_by_param(optimizer: layerwise.Optimizer) -> str:
 def hash_everything(optimizer: layerwise.Optimizer) -> str:
     """One hash of all that a step may change on this rank: replicas, masters, state, and the counters beside them. Not of
     how it was asked for: runs with another reducer can be compared."""
-    storage, chunks = optimizer._engine.storage, optimizer._engine.chunks
-    optimizer._engine.publisher.ensure_all()
+    storage, chunks = optimizer.engine.storage, optimizer.engine.chunks
+    optimizer.engine.publisher.ensure_all()
     tensors = held(storage)
     for param in storage.params.values():
         # Whatever shapes it has: elements count. And steps are counted beside them.
         names = [name for name in sorted(optimizer.state[param]) if name != "step"]
-        tensors += [param, *(optimizer.state[param][name].flatten() for name in names)]
-    frozen = [param for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
+        tensors += [local_of(param), *(local_of(optimizer.state[param][name]).flatten() for name in names)]
+    frozen = [local_of(param) for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
     extra = {name: value for name, value in optimizer.state_dict()["layerwise"].items() if name != "plan"}
     counters = json.dumps(extra, sort_keys=True, default=repr)
     return hashlib.sha256((hash_tensors([*tensors, *frozen]) + counters).encode()).hexdigest()

@@ -16,6 +16,10 @@ from layerwise.routing.rules import RouteRule
 from layerwise.routing.split import Split
 
 if TYPE_CHECKING:
+    from layerwise.checkpoint.folder import Checkpoints
+    from layerwise.checkpoint.loading import load
+    from layerwise.checkpoint.saving import save
+    from layerwise.checkpoint.torch_planners import LoadPlanner, SavePlanner, TrainState
     from layerwise.comm.joining import init
     from layerwise.engine.loss_scale import LossScale
     from layerwise.models.logits import record_logits
@@ -26,26 +30,38 @@ __all__ = [
     "AdaMuon",
     "AdamW",
     "AttentionHeads",
+    "Checkpoints",
     "DataParallel",
     "Lion",
+    "LoadPlanner",
     "LossScale",
     "Muon",
     "NorMuon",
     "Optimizer",
     "QKClip",
     "RouteRule",
+    "SavePlanner",
     "Split",
+    "TrainState",
     "__version__",
     "init",
+    "load",
     "record_logits",
+    "save",
 ]
 
 _LAZY = {
+    "Checkpoints": "layerwise.checkpoint.folder",
     "DataParallel": "layerwise.parallel.data_parallel",
+    "LoadPlanner": "layerwise.checkpoint.torch_planners",
     "LossScale": "layerwise.engine.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
+    "SavePlanner": "layerwise.checkpoint.torch_planners",
+    "TrainState": "layerwise.checkpoint.torch_planners",
     "init": "layerwise.comm.joining",
+    "load": "layerwise.checkpoint.loading",
     "record_logits": "layerwise.models.logits",
+    "save": "layerwise.checkpoint.saving",
 }
 
 

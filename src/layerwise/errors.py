@@ -33,6 +33,11 @@ class NonFiniteError(RuntimeError):
     """Gradients hold inf or NaN and the user asked for an error instead of a skipped step."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint that is damaged, that is none, or that does not fit; nothing of the live state was changed, unless the
+    message says so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong with a configuration, addressed by its dotted path."""

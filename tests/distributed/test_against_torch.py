@@ -256,6 +256,7 @@ def test_a_resumed_run_rounds_sums_like_an_uninterrupted_one() -> None:
         assert resumed == uninterrupted
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("layout", ["flat", "replicated"])
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 @pytest.mark.parametrize("world", [1, 3])
@@ -265,6 +266,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(world: int, name: st
         assert straight == resumed
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("when", ["before the optimizer", "after the optimizer"])
 def test_weights_may_be_loaded_into_a_wrapped_model_before_or_after_its_optimizer_state(
@@ -384,12 +386,12 @@ def scaled_step(module: nn.Module, optimizer: layerwise.Optimizer, *, overflow: 
 def test_an_overflow_skips_the_step_with_weights_masters_and_moments_untouched() -> None:
     module, optimizer = scaled_net(initial=2.0**4)
     scaled_step(module, optimizer)
-    before = [hash_tensors([tensor]) for tensor in held(optimizer._engine.storage)]
+    before = [hash_tensors([tensor]) for tensor in held(optimizer.engine.storage)]
     scaled_step(module, optimizer, overflow=True)
     assert optimizer.stats.skipped
     assert optimizer.stats.nonfinite == ("weight",)
     assert "'weight'" in optimizer.stats.skip_reason
-    assert [hash_tensors([tensor]) for tensor in held(optimizer._engine.storage)] == before
+    assert [hash_tensors([tensor]) for tensor in held(optimizer.engine.storage)] == before
     assert optimizer.stats.step == 1
 
 

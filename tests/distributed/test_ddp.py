@@ -141,7 +141,7 @@ def beside_oracle(rank: int, world: int, given: Given, layouts: Sequence[str] = 
                 nudge(ddp)
             optimizer.step()
             optimizer.zero_grad()
-            model: Any = SimpleNamespace(engine=optimizer._engine, plan=optimizer.plan)
+            model: Any = SimpleNamespace(engine=optimizer.engine, plan=optimizer.plan)
             if case.sabotage == "momentum" and step == 1:
                 nudge_state(model)
             seen = differences(model, optimizer, oracle)
@@ -189,6 +189,7 @@ RUNS: dict[str, tuple[int, Given]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name",
     sampled(
@@ -443,7 +444,7 @@ def held(rank: int, world: int, layout: str, dtype: torch.dtype) -> tuple[int, i
     ddp = DistributedDataParallel(module)
     with small_buckets(Case()):
         optimizer = layerwise.Optimizer(ddp, **RULES, layout=layout)
-    storage, plan = optimizer._engine.storage, optimizer.plan
+    storage, plan = optimizer.engine.storage, optimizer.plan
     replicas = sum(replica.weights.nbytes for replica in storage.replicas)
     shards = sum(shard.plan.shard_numel(rank) for shard in storage.shards)
     memory = memory_by_rank(plan, optimizer.schedule, Rules(matrix=RULES["matrix"], other=RULES["other"]))[rank]

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import layerwise
@@ -182,8 +182,12 @@ def test_a_backward_through_weights_of_before_the_step_is_an_error() -> None:
         assert "modified by an inplace operation" in text
 
 
+def on_mesh_out_of_order() -> Model:
+    return fully_shard(built(), mesh=DeviceMesh("cpu", [1, 0]))
+
+
 def out_of_order(rank: int, world: int) -> str:
-    model = fully_shard(built(), mesh=DeviceMesh("cpu", [1, 0]))
+    model = on_mesh_out_of_order()
     return raised(lambda: optimizer_of(model))
 
 
@@ -207,11 +211,17 @@ class Beside(nn.Module):
         return self.own(self.up(x))
 
 
-def beside(rank: int, world: int, differ: bool) -> str:
+def beside_model(rank: int, world: int, *, differ: bool) -> tuple[Beside, layerwise.Optimizer]:
+    """With gradients, and plain params that are the same on every rank or not."""
     model = Beside(rank if differ else 0)
     fully_shard(model.up, mesh=init_device_mesh("cpu", (world,)))
     optimizer = optimizer_of(model)
     model(torch.ones(3, WIDTH)).square().mean().backward()
+    return model, optimizer
+
+
+def beside(rank: int, world: int, differ: bool) -> str:
+    _, optimizer = beside_model(rank, world, differ=differ)
     return raised(optimizer.step)
 
 
@@ -222,10 +232,15 @@ def test_plain_params_that_differ_between_ranks_are_refused_by_name() -> None:
     assert run_ranks(3, beside, False) == ["nothing was raised"] * 3
 
 
-def partial_param(rank: int, world: int) -> str:
+def partial_linear(world: int) -> nn.Linear:
     mesh = init_device_mesh("cpu", (world,))
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    return model
+
+
+def partial_param(rank: int, world: int) -> str:
+    model = partial_linear(world)
     return raised(lambda: optimizer_of(model))
 
 
@@ -235,14 +250,22 @@ def test_a_partial_param_is_refused() -> None:
         assert "expected Shard(dim) or Replicate()" in text
 
 
-def gradients(rank: int, world: int, kind: str) -> list[Any]:
-    """Gradients of one matrix put by hand: plain ones, or with other placements than the param's."""
+ROWS = Shard(0)
+
+
+def by_hand(world: int, placement: Placement = ROWS) -> tuple[nn.Linear, layerwise.Optimizer]:
+    """One matrix that is distributed without any module's help."""
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(4)
     model = nn.Linear(6, 5, bias=False)
-    start = model.weight.detach().clone()
-    model.weight = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
-    optimizer = optimizer_of(model)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [placement]))
+    return model, optimizer_of(model)
+
+
+def gradients(rank: int, world: int, kind: str) -> list[Any]:
+    """Gradients of one matrix put by hand: plain ones, or with other placements than the param's."""
+    model, optimizer = by_hand(world)
+    mesh, start = model.weight.device_mesh, model.weight.detach().full_tensor().clone()
     grad = torch.arange(30.0).view(5, 6) / 8
     made = {
         "partial": lambda: DTensor.from_local(grad / world, mesh, [Partial()]),
@@ -310,23 +333,23 @@ def pair_alone(rank: int, world: int) -> dict[str, Tensor]:
     return whole(model)
 
 
-def put_off_on_some(rank: int, world: int, when: int) -> list[str]:
+def put_off_on_some(rank: int, world: int, when: int, placement: Placement) -> list[str]:
     """Sums that torch has put off, of which the last rank has none in one of three steps: what the steps say."""
-    mesh = init_device_mesh("cpu", (world,))
-    model = nn.Linear(6, 5, bias=False)
-    model.weight = nn.Parameter(distribute_tensor(torch.ones(5, 6), mesh, [Replicate()]))
-    optimizer = optimizer_of(model)
+    model, optimizer = by_hand(world, placement)
     said = []
     for step in range(3):
         if step != when or rank != world - 1:
-            model.weight.grad = DTensor.from_local(torch.eye(5, 6), mesh, [Partial()])
+            model.weight.grad = DTensor.from_local(torch.eye(5, 6), model.weight.device_mesh, [Partial()])
         said.append(raised(optimizer.step))
     return said
 
 
-@pytest.mark.parametrize("when", sampled([0, 1], 1))
-def test_a_sum_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(when: int) -> None:
-    for said in run_ranks(3, put_off_on_some, when):
+@pytest.mark.parametrize(
+    ("when", "placement"), sampled([(when, to) for when in (0, 1) for to in (Replicate(), ROWS)], (1, ROWS))
+)
+def test_a_sum_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(when: int, placement: Placement) -> None:
+    """Also where no two ranks hold the same rows: it takes all of them to bring any."""
+    for said in run_ranks(3, put_off_on_some, when, placement):
         assert [text == "nothing was raised" for text in said] == [step != when for step in range(3)]
         assert "weight (missing on 1 of 3 ranks)" in said[when]
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import layerwise
 from tests.distributed.fsdp2 import optimizer_of
 from tests.marks import sampled
 from tests.ranks import raised, run_ranks
@@ -63,8 +64,8 @@ def alone(rank: int, world: int) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def shared_out(rank: int, world: int, dim: int, named: bool) -> tuple[dict[str, Tensor], int, str]:
-    """Two groups of experts over pairs of ranks, cut along `dim`; the dense part over all four."""
+def experts_apart(world: int, dim: int, *, named: bool) -> tuple[Model, layerwise.Optimizer, int]:
+    """Two groups of experts over pairs of ranks, cut along `dim`; the dense part over all four. And the first expert here."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "fsdp"))
     mine = EXPERTS // 2
     first = mesh.get_local_rank("ep") * mine
@@ -72,8 +73,12 @@ def shared_out(rank: int, world: int, dim: int, named: bool) -> tuple[dict[str, 
     filled(model, first, first + mine)
     fully_shard(model.experts, mesh=mesh["fsdp"], shard_placement_fn=lambda param: Shard(dim))
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    optimizer = optimizer_of(model)
-    said = ""
+    return model, optimizer_of(model), first
+
+
+def shared_out(rank: int, world: int, dim: int, named: bool) -> tuple[dict[str, Tensor], int, str]:
+    model, optimizer, first = experts_apart(world, dim, named=named)
+    mine, said = EXPERTS // 2, ""
     for step in range(3):
         for name, param in model.named_parameters():
             full = values(name, (EXPERTS, ROWS, COLUMNS) if "experts" in name else tuple(param.shape), step + 1)

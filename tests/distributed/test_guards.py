@@ -28,7 +28,8 @@ from tests.arrangements import Arrangement
 from tests.marks import sampled
 from tests.ranks import run_ranks
 from tests.reference.oracle import Hyper
-from tests.reliability.misuse import Moe, Small, Stage, mesh_of, on_stages, optimizer_of, short_waits, small
+from tests.reliability.misuse import Moe, Small, Stage, mesh_of, on_stages, optimizer_of, small
+from tests.reliability.refusals import short_waits
 from tests.worlds import gradient, hash_everything, hash_of, hash_tensors, rules
 
 BF16, FP32 = torch.bfloat16, torch.float32

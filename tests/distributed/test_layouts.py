@@ -139,6 +139,7 @@ def assert_bitwise(world: int, arrangement: Arrangement, layouts: Sequence[str] 
     assert not found, "\n".join(found[:10])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name",
     sampled(
@@ -156,6 +157,7 @@ def test_experts_stages_chunks_and_ties_match_the_oracle_bitwise(name: str) -> N
     assert_bitwise(*ARRANGEMENTS[name])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("world", "arrangement"),
     [
@@ -170,6 +172,7 @@ def test_what_auto_chooses_matches_the_oracle_bitwise(world: int, arrangement: A
     assert_bitwise(world, arrangement, ("auto",))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name",
     sampled(
@@ -186,6 +189,7 @@ def test_every_way_to_reduce_and_to_publish_matches_the_oracle_bitwise(name: str
     assert_bitwise(*WAYS[name])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name",
     sampled(
@@ -319,6 +323,7 @@ def slots_used(rank: int, world: int, layout: str, accumulation: int, overlap: b
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("layout", "accumulation", "overlap"),
     [

@@ -60,6 +60,7 @@ def right(scenes: list[Scene]) -> dict[str, list[str]]:
     return {f"{scene.model} {scene.rule}": [] for scene in scenes}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("mesh", QUICK)
 def test_a_cut_model_steps_like_the_whole_one(mesh: str) -> None:
     scenes = scenes_of(mesh, quick=True)

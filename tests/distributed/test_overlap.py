@@ -85,6 +85,7 @@ def take_both(
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("world", "layout"), sampled(PLACES, (2, "padded"), (3, "flat"), (3, "compact"), (3, "auto")))
 def test_overlapped_gathers_give_the_bits_of_those_that_step_waits_for(world: int, layout: str) -> None:
     mine = [way for way in WAYS if (way.world, way.layout) == (world, layout)]

@@ -189,6 +189,7 @@ def assert_bitwise(world: int, case: Case, layouts: Sequence[str] = LAYOUTS) -> 
     assert not found, "\n".join(found[:10])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name",
     sampled(
@@ -208,6 +209,7 @@ def test_every_world_and_dtype_matches_the_oracle_bitwise(name: str) -> None:
     assert_bitwise(world, case, LAYOUTS if world < 8 else half)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name",
     sampled(

@@ -77,7 +77,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots: int) -> Memory:
     """What this rank really holds. A category has what no category before it has: some memory is two things at once."""
     shards, replicas = model.engine.storage.shards, model.engine.storage.replicas
-    home_state = [tensor for tensors in optimizer._stepper.update._home_state.values() for tensor in tensors.values()]
+    home_state = [tensor for tensors in optimizer.stepper.update._home_state.values() for tensor in tensors.values()]
     frozen = [param for param in model.parameters() if not param.requires_grad]
     rings = [replica.ring for replica in replicas if replica.ring is not None]
     held: list[Iterable[Tensor]] = [
@@ -211,13 +211,13 @@ def sabotaged(optimizer: layerwise.Optimizer, what: str) -> Iterator[None]:
 
                 stack.enter_context(mock.patch.object(Cohort, "unpack", hoarding))
             case "ring":  # a slot is larger than any passage
-                slots = optimizer._stepper.update.slots
+                slots = optimizer.stepper.update.slots
                 slots.plan = slots.plan._replace(own_nbytes=slots.plan.own_nbytes + 64)
             case "bytes":
                 average = Update.average
 
                 def wordy(self: Any, *args: Any) -> None:
-                    optimizer._engine.everyone._count("all_reduce", 4)
+                    optimizer.engine.everyone._count("all_reduce", 4)
                     average(self, *args)
 
                 stack.enter_context(mock.patch.object(Update, "average", wordy))
@@ -240,7 +240,7 @@ def differences(
         found.append("bytes: two ways to add up the schedule")
     if optimizer.schedule != schedule:
         found.append("the optimizer has another schedule than was planned")
-    slots = optimizer._stepper.update.slots
+    slots = optimizer.stepper.update.slots
     come_and_go = planned.slots - slots.plan.own_nbytes
     with sabotaged(optimizer, setup.sabotage), watched(model, come_and_go) as watch:
         for step in range(2):
@@ -313,6 +313,7 @@ def setups_of(layout: str, world: int) -> list[Setup]:
     return [setup for setup in everything if not setup.is_refused(world)]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("world", sampled([1, 2, 3], 1, 3))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_planned_bytes_are_the_bytes_of_a_run(layout: str, world: int) -> None:

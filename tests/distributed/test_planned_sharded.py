@@ -80,7 +80,7 @@ def differences(rank: int, world: int, text: str, name: str, rule: str, precisio
     memory = memory_by_rank(plan, schedule, rules)[rank]
     run = prepare(config, Ranks(rank=rank, world=world, local_rank=rank, device=CPU))
     run.train_step(1)
-    engine, slots = run.optimizer._engine, run.optimizer._stepper.update.slots
+    engine, slots = run.optimizer.engine, run.optimizer.stepper.update.slots
     shards = engine.storage.shards
     run.passes.train([run.loader.train_batch(1, 0)])
     grads = [local_of(param.grad) for param in run.model.parameters() if param.grad is not None]

@@ -292,7 +292,7 @@ def train(rank: int, world: int, case: Case, layouts: tuple[str, ...] = LAYOUTS)
                     deliver(model, everyone[rank][micro], sync=micro == case.micros - 1)
                 optimizer.step()
                 if case.sabotage == "after publishing":
-                    apply(optimizer._stepper._clipper)
+                    apply(optimizer.stepper._clipper)
                 texts = differences(model, optimizer, oracle) if stepped else weights_differ(model, oracle)
                 stats = optimizer.stats
                 facts = (

@@ -91,6 +91,7 @@ def reshard(rank: int, world: int, path: str, saved: str, loaded: str, dtype: to
     return differences(one, two), two[1].stats.step
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with masters"])
 @pytest.mark.parametrize(("world", "saved", "loaded"), [(3, "fsdp", "fsdp"), (4, "fsdp", "hsdp"), (4, "hsdp", "fsdp")])
 def test_a_run_goes_on_to_the_bit_after_dcp_on_another_mesh(

@@ -4,7 +4,6 @@ becomes of gradients that are missing, of NaN in one replica, and of copies that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import layerwise
 from tests.marks import sampled
-from tests.mesh_zoo import Scene, whole_gradients
-from tests.meshes import MESHES, like, local
+from tests.mesh_zoo import Scene, Stage
+from tests.meshes import MESHES, local
 from tests.ranks import raised, run_ranks
 from tests.reference.oracle import Hyper, Oracle
-from tests.worlds import hash_of, hash_tensors, rules
+from tests.worlds import hash_of, rules
 
 WIDTH, VOCABULARY, LENGTH, BATCH = 8, 13, 7, 2
 STEPS = 4
@@ -193,42 +192,6 @@ def test_a_rank_that_trains_on_the_wrong_data_is_seen() -> None:
         assert all(worst[name] > 10 * TOLERANCE[name] for name in TOLERANCE), worst
 
 
-class Stage:
-    """A cut model of the zoo on this rank, with an optimizer."""
-
-    def __init__(self, rank: int, scene: Scene, **options: Any) -> None:
-        self.rank, self.mesh, self.model = rank, MESHES[scene.mesh], scene.build()
-        self.whole = {fqn: param.detach().clone() for fqn, param in self.model.named_parameters()}
-        self.mesh.cut(self.model)
-        self.params = dict(self.model.named_parameters())
-        self.hyper = replace(scene.hyper, clip=None)
-        self.oracle = Oracle(self.whole, self.model.matrices(), self.hyper)
-        self.optimizer = layerwise.Optimizer(self.model, **rules(self.hyper), **options)
-
-    def box(self, fqn: str) -> tuple[slice, ...]:
-        return self.mesh.box(self.model, fqn, self.whole[fqn].shape, self.rank)
-
-    def deliver(self, step: int) -> dict[str, Any]:
-        """Gradients for all params; returns the whole ones."""
-        grads: dict[str, Any] = dict(whole_gradients(self.whole, step))
-        for fqn, param in self.params.items():
-            param.grad = like(param, grads[fqn][self.box(fqn)])
-        return grads
-
-    def differs(self) -> list[str]:
-        return [
-            fqn
-            for fqn, param in self.params.items()
-            if local(param).numel() and not torch.equal(local(param.detach()), self.oracle.masters[fqn][self.box(fqn)])
-        ]
-
-    def hash(self) -> str:
-        """Of all that a step may change."""
-        states = [self.optimizer.state[param] for param in self.params.values()]
-        tensors = [local(tensor) for state in states for _, tensor in sorted(state.items())]
-        return hash_tensors([*(local(param.detach()) for param in self.params.values()), *tensors])
-
-
 def without_empty(rank: int, world: int, mesh: str) -> list[str]:
     """Ranks that hold nothing of a param have no gradient of it."""
     stage = Stage(rank, Scene(mesh, "odd"), strict_grads=True)
@@ -294,17 +257,101 @@ def without_one(rank: int, world: int, mesh: str, fqn: str) -> tuple[str, bool, 
 @pytest.mark.parametrize(
     ("mesh", "fqn"),
     sampled(
-        [("fsdp 2", "blocks.1.up.weight"), ("hsdp 2x2", "blocks.0.up.bias"), ("blocks only 2", "embed.weight")],
-        ("fsdp 2", "blocks.1.up.weight"),
+        [
+            ("hsdp 2x2", "blocks.0.up.bias"),
+            ("blocks only 2", "embed.weight"),
+            ("tp 3", "blocks.0.norm.weight"),
+            ("fsdp+tp 2x2", "blocks.1.norm.weight"),
+        ],
+        ("hsdp 2x2", "blocks.0.up.bias"),
     ),
 )
-def test_a_gradient_that_one_rank_lacks_is_an_error_on_every_rank(mesh: str, fqn: str) -> None:
+def test_a_gradient_that_one_copy_lacks_is_an_error_on_every_rank(mesh: str, fqn: str) -> None:
     world = MESHES[mesh].world
     answers = run_ranks(world, without_one, mesh, fqn)
     (said,) = {said for said, _, _ in answers}
     assert said.startswith("StateError: ")
     assert fqn in said
     assert [(is_same, wrong) for _, is_same, wrong in answers] == [(True, [])] * world
+
+
+def without_some(
+    rank: int, world: int, mesh: str, model: str, fqn: str, lacking: tuple[int, ...], strict: bool
+) -> tuple[list[str], list[str]]:
+    """Some ranks have no gradient of what they hold of a param, in the second of three steps. What steps say of it, and what
+    is not as with a gradient of zeros there."""
+    stage = Stage(rank, Scene(mesh, model), strict_grads=strict)
+    said, wrong = [], []
+    for step in range(3):
+        grads = stage.deliver(step)
+        before = stage.hash()
+        if step == 1:
+            for other in lacking:
+                grads[fqn][stage.mesh.box(stage.model, fqn, stage.whole[fqn].shape, other)] = 0.0
+            if rank in lacking:
+                stage.params[fqn].grad = None
+        said.append(raised(stage.optimizer.step))
+        if said[-1] == "nothing was raised":
+            stage.oracle.step([grads])
+            missing = dict(stage.optimizer.stats.missing)
+            wrong += [] if missing == ({fqn: len(lacking)} if step == 1 else {}) else [f"step {step}: {missing}"]
+        else:
+            wrong += [] if stage.hash() == before else [f"step {step} changed something"]
+            stage.optimizer.zero_grad()
+        wrong += [f"step {step}: {name}" for name in stage.differs()]
+    return said, wrong
+
+
+IDLE = [
+    ("ep 2", "mixture", "blocks.0.experts.up", (1,)),
+    ("ep 3", "mixture", "blocks.0.experts.down", (0, 2)),
+    ("ep beside fsdp 4", "mixture", "blocks.0.experts.up", (1, 2)),
+    ("ep x fsdp 2x2 dim 1", "mixture", "blocks.0.experts.up", (3,)),
+    ("apart ep x fsdp 2x2 dim 0", "quartet", "blocks.0.experts.down", (0, 2)),
+    ("fsdp 2", "dense", "blocks.1.up.weight", (1,)),
+    ("hsdp 2x2", "dense", "blocks.0.up.bias", (1, 3)),
+    ("fsdp+tp 2x2", "dense", "blocks.1.norm.weight", (0, 1)),
+]
+"""Ranks that lack a gradient together with all that hold copies of what they hold, if any: experts that got no token."""
+
+
+@pytest.mark.parametrize(("mesh", "model", "fqn", "lacking"), sampled(IDLE, IDLE[1], IDLE[3], IDLE[6]))
+def test_a_part_without_a_gradient_counts_as_zero(mesh: str, model: str, fqn: str, lacking: tuple[int, ...]) -> None:
+    world = MESHES[mesh].world
+    assert (
+        run_ranks(world, without_some, mesh, model, fqn, lacking, False) == [(["nothing was raised"] * 3, [])] * world
+    )
+
+
+@pytest.mark.parametrize(("mesh", "model", "fqn", "lacking"), sampled(IDLE, IDLE[0]))
+def test_a_part_without_a_gradient_is_named_under_strict_grads(
+    mesh: str, model: str, fqn: str, lacking: tuple[int, ...]
+) -> None:
+    world = MESHES[mesh].world
+    for said, wrong in run_ranks(world, without_some, mesh, model, fqn, lacking, True):
+        assert f"'{fqn} ({len(lacking)} of {world} ranks)': strict_grads=True expects one" in said[1]
+        assert (said[0], said[2], wrong) == ("nothing was raised", "nothing was raised", [])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "fqn", "lacking"),
+    sampled(
+        [
+            # Ranks 0 and 2 have copies, and 1 and 3. What one pair lacks, the other must not make up for.
+            ("hsdp 2x2", "dense", "blocks.0.up.bias", (0, 3)),
+            ("hsdp 2x2", "dense", "blocks.0.up.bias", (1, 2)),
+            ("hsdp 2x2", "dense", "blocks.0.up.bias", (0, 1)),
+            ("hsdp 2x2", "dense", "blocks.0.up.bias", (0, 1, 2)),
+            ("fsdp+tp 2x2", "dense", "blocks.1.norm.weight", (1, 2)),
+        ],
+        ("hsdp 2x2", "dense", "blocks.0.up.bias", (0, 3)),
+    ),
+)
+def test_copies_of_parts_that_disagree_are_an_error(mesh: str, model: str, fqn: str, lacking: tuple[int, ...]) -> None:
+    world = MESHES[mesh].world
+    for said, wrong in run_ranks(world, without_some, mesh, model, fqn, lacking, False):
+        assert f"'{fqn} (missing on {len(lacking)} of {world} ranks)'" in said[1]
+        assert (said[0], said[2], wrong) == ("nothing was raised", "nothing was raised", [])
 
 
 def one_bad_replica(rank: int, world: int, mesh: str) -> tuple[bool, tuple[str, ...], bool]:

@@ -116,6 +116,7 @@ def fused_and_apart(rank: int, world: int, rule: str, scale: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("world", "rule", "scale"),
     sampled(

@@ -146,7 +146,7 @@ def _settings(rank: int, world: int, config: TrainConfig) -> dict[str, Any]:
     for step in range(1, 4):
         run.train_step(step)
     record = run.record()
-    planned = run.optimizer.schedule.bytes_by_collective(run.optimizer._engine.storage.ranks)
+    planned = run.optimizer.schedule.bytes_by_collective(run.optimizer.engine.storage.ranks)
     return {
         "layout": record.layout,
         "routing": record.routing,

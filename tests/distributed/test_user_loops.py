@@ -53,6 +53,7 @@ def clip_both_ways(rank: int, world: int) -> dict[str, Any]:
     } | {"loose": [clipped_run(rank, "flat", math.inf, by_call=True), clipped_run(rank, "flat", 1e9, by_call=False)]}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_clip_grad_norm_gives_the_bits_of_the_optimizers_own_clipping_and_returns_the_norm(world: int) -> None:
     for found in run_ranks(world, clip_both_ways):

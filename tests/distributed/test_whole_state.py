@@ -54,7 +54,7 @@ def second_half(rank: int, world: int, layout: str, rule: str, dtype: torch.dtyp
     found = torch.load(io.BytesIO(saved), weights_only=True)
     optimizer.load_state_dict(found["optimizer"])
     module.load_state_dict(found["model"])
-    assert optimizer._engine.count.steps == 3
+    assert optimizer.engine.count.steps == 3
     steps(module, optimizer, range(3, 6))
     return [param.detach().clone() for param in module.parameters()]
 

@@ -274,7 +274,7 @@ def staging_is_let_go(rank: int, world: int) -> list[str]:
                 found.append(f"rank {rank}: {_alive_nbytes() - most} bytes more after two more steps")
             if step % 2:
                 run.model.free_buffers()
-        if not run.optimizer._stepper.update.slots.plan.own_nbytes:
+        if not run.optimizer.stepper.update.slots.plan.own_nbytes:
             found.append("the scene has no staging memory")
         if (left := _alive_nbytes() - alive) > 0:
             found.append(f"rank {rank}: {left} bytes are still held after free_buffers()")
@@ -330,7 +330,7 @@ def gradients_are_left_alone(rank: int, world: int) -> list[str]:
 
 def _staged_in_gradients(rank: int, world: int) -> list[str]:
     def also(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
-        slots = optimizer._stepper.update.slots
+        slots = optimizer.stepper.update.slots
         if not slots._borrowed:
             return ["in the scene no gradients are leased"]
         return ["leased gradients are not zero again"] if any(slot.any() for slot in slots._borrowed) else []

@@ -24,3 +24,9 @@ def tally(complaints: dict[str, str]) -> Outcome:
     bad = {name: text for name, text in complaints.items() if text}
     worst = next((f"{name}: {text}" for name, text in bad.items()), "")
     return Outcome(n=len(complaints), bad=len(bad), worst=worst[:400])
+
+
+def tally_control(complaints: dict[str, str], each: dict[str, str]) -> Outcome:
+    """An outcome of a control that must complain of every case in `each`: where one of them behaved, nothing counts as bad, and the control fails."""
+    silent = {name: "" for name, text in each.items() if not text}
+    return tally(silent or {**complaints, **each})

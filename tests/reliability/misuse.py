@@ -1,7 +1,7 @@
 """S15, misuse: every wrong use of the library gets one typed error that names the object and says what to do, with nothing changed and nobody left waiting.
 
-A case is a generator: it sets the scene, yields what must stay as it is (an Optimizer or a module), and then does the wrong thing. Cases for several ranks get their
-rank and the number of ranks. No `assert` here: the suite also runs under `python -O`, where they vanish.
+`tests.reliability.refusals` says what a case is; those of models that torch has cut or copied are in `tests.reliability.sharded_misuse`. No `assert` here: the suite also
+runs under `python -O`, where they vanish.
 """
 
 from __future__ import annotations
@@ -14,73 +14,35 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerwise
+from layerwise.engine import step as stepping
 from layerwise.engine.engine import Engine
 from layerwise.engine.step import Stepper
 from layerwise.errors import ContractError, NonFiniteError, PlanMismatchError, StateError
 from layerwise.memory.storage import Storage
 from layerwise.optim.optimizer import Optimizer
-from tests.ranks import RankFailure, run_ranks
-from tests.reliability import Outcome, tally
-from tests.worlds import hash_everything, hash_tensors
-
-Scene = Generator[Any, None, None]
-SLOWEST_S = 20.0
-"""What is not noticed by then is a rank that was left waiting. No slow machine needs as long for an error."""
-WORLDS = (2, 4)
-"""Numbers of ranks that cases for several ranks are for."""
-
-
-@dataclass(frozen=True)
-class Misuse:
-    """One way to use the library wrongly."""
-
-    name: str
-    errors: tuple[type[Exception], ...]
-    says: tuple[str, ...]
-    """What the text must contain: the object's name and the remedy."""
-    world: int
-    alike: bool
-    """Whether all ranks must get the same text; not so where one rank sees its own mistake and the others hear of it."""
-    scene: Callable[..., Scene]
-    instead: str = ""
-    """What the library does instead, where it does not refuse this yet: such a case is no part of the figure."""
-
-
-CASES: dict[str, Misuse] = {}
-
-
-def misuse(
-    name: str,
-    errors: type[Exception] | tuple[type[Exception], ...],
-    *says: str,
-    world: int = 1,
-    alike: bool = True,
-    instead: str = "",
-) -> Callable[..., Any]:
-    def register(scene: Callable[..., Scene]) -> Callable[..., Scene]:
-        if name in CASES:
-            raise ValueError(f"two cases are called {name!r}.")
-        CASES[name] = Misuse(
-            name, errors if isinstance(errors, tuple) else (errors,), says, world, alike, scene, instead
-        )
-        return scene
-
-    return register
-
+from tests.reliability import Outcome, tally, tally_control
+from tests.reliability.refusals import (
+    CASES,
+    WORLDS,
+    Scene,
+    Taken,
+    complaints_on_ranks,
+    misuse,
+    settled,
+    take,
+    take_on_ranks,
+)
+from tests.reliability.sharded_misuse import UNGUARDED
 
 # ------------------------------------------------------------------------------------------------ the scenery
 
@@ -127,75 +89,6 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
     return model, module, optimizer
-
-
-def snapshot(kept: Any) -> str:
-    """A hash of what must not change."""
-    if isinstance(kept, Optimizer):
-        return hash_everything(kept)
-    if isinstance(kept, nn.Module):
-        tensors = [tensor for tensor in kept.state_dict().values() if not tensor.is_meta]
-        places = [tensor.data_ptr() for tensor in tensors]
-        return f"{hash_tensors(tensors)} {places}"
-    return ""
-
-
-class Taken(NamedTuple):
-    """How the library took a misuse."""
-
-    complaint: str
-    """What is wrong with that, or nothing."""
-    text: str
-    """The error's text."""
-
-
-def take(case: Misuse, *place: int) -> Taken:
-    """Play a case."""
-    scene = case.scene(*place)
-    kept = next(scene, None)
-    before = snapshot(kept)
-    begin = time.monotonic()
-    try:
-        next(scene, None)
-    except Exception as error:
-        caught: Exception | None = error
-    else:
-        caught = None
-    seconds = time.monotonic() - begin
-    try:
-        unchanged = snapshot(kept) == before
-    except StateError:  # a step that ended half way has no state to show
-        unchanged = False
-    return Taken(_complaint(case, caught, seconds, unchanged), str(caught))
-
-
-def _complaint(case: Misuse, caught: Exception | None, seconds: float, unchanged: bool) -> str:
-    if caught is None:
-        return "nothing was raised"
-    if not isinstance(caught, case.errors):
-        expected = " or ".join(error.__name__ for error in case.errors)
-        return f"raised {type(caught).__name__} ({str(caught)[:120]}), expected {expected}"
-    unsaid = [word for word in case.says if word not in str(caught)]
-    if unsaid:
-        return f"the text does not say {unsaid}: {str(caught)[:240]}"
-    if not unchanged:
-        return f"state changed although {type(caught).__name__} was raised"
-    return f"took {seconds:.1f} s to be noticed" if seconds > SLOWEST_S else ""
-
-
-def take_on_ranks(rank: int, world: int, names: list[str]) -> dict[str, Taken]:
-    with short_waits():
-        return {name: take(CASES[name], rank, world) for name in names}
-
-
-@contextmanager
-def short_waits(seconds: float = SLOWEST_S) -> Any:
-    """Groups that the library makes wait for a rank as long as a case may take, and not for torch's half hour."""
-    from torch.distributed import distributed_c10d
-
-    wait = timedelta(seconds=seconds)
-    with mock.patch.object(distributed_c10d, "_get_default_timeout", return_value=wait):
-        yield
 
 
 # ------------------------------------------------------------------------------------------------ wrapping a model
@@ -2135,7 +2028,13 @@ def _(rank: int, world: int) -> Scene:
 @contextmanager
 def _guards_removed() -> Any:
     """The sabotage: a library that does not look."""
-    removed = [(Engine, "check_trainables"), (Storage, "check_aliases"), (Stepper, "_preflight")]
+    removed: list[tuple[Any, str]] = [
+        (Engine, "check_trainables"),
+        (Storage, "check_aliases"),
+        (Stepper, "_preflight"),
+        (stepping, "check_copies"),
+        (stepping, "check_gradients"),
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name in removed]
     for owner, name in removed:
         setattr(owner, name, lambda *_: None)
@@ -2146,9 +2045,10 @@ def _guards_removed() -> Any:
             setattr(owner, name, method)
 
 
-def settled(world: int | None = None) -> list[str]:
-    """Cases that the library is known to refuse: on so many ranks, or on any number."""
-    return [case.name for case in CASES.values() if not case.instead and world in (None, case.world)]
+def take_unguarded(rank: int, world: int, names: Sequence[str]) -> dict[str, Taken]:
+    """Cases for several ranks against a library that does not look."""
+    with _guards_removed():
+        return take_on_ranks(rank, world, list(names))
 
 
 def complaints(*, ranks: bool = True, every: int = 1) -> dict[str, str]:
@@ -2159,28 +2059,15 @@ def complaints(*, ranks: bool = True, every: int = 1) -> dict[str, str]:
     return found
 
 
-def complaints_on_ranks(names: list[str]) -> dict[str, str]:
-    """Cases for one number of ranks: all together, or one by one when a rank does not come back."""
-    try:
-        answers = run_ranks(CASES[names[0]].world, take_on_ranks, names, pg_timeout_s=SLOWEST_S)
-    except RankFailure as failure:
-        if len(names) == 1:
-            return {names[0]: str(failure)[-300:]}
-        return {name: text for one in names for name, text in complaints_on_ranks([one]).items()}
-    found = {}
-    for name in names:
-        texts = [
-            f"rank {rank}: {answer[name].complaint}" for rank, answer in enumerate(answers) if answer[name].complaint
-        ]
-        if not texts and CASES[name].alike and len({answer[name].text for answer in answers}) > 1:
-            texts = [f"ranks got different texts: {[answer[name].text[:120] for answer in answers]}"]
-        found[name] = "; ".join(texts)
-    return found
+def tell(*, quick: bool) -> None:
+    """Print complaints as one line of JSON."""
+    print(json.dumps(complaints(ranks=False, every=4) if quick else complaints()))
 
 
 def _complaints_without_asserts(*, quick: bool) -> dict[str, str]:
     """The suite in a `python -O` of its own, where `assert` does nothing."""
-    command = [sys.executable, "-O", "-W", "ignore", "-m", "tests.reliability.misuse", *(["quick"] if quick else [])]
+    told = f"from tests.reliability import misuse; misuse.tell(quick={quick})"
+    command = [sys.executable, "-O", "-W", "ignore", "-c", told]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=root)
     if done.returncode != 0:
@@ -2190,13 +2077,11 @@ def _complaints_without_asserts(*, quick: bool) -> dict[str, str]:
 
 
 def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
-    """Every case with and without `python -O`; in the quick profile some of a single process with it, since the suite has all of them without. With
-    sabotage, single-process cases against a library whose checks were taken out."""
+    """Every case with and without `python -O`; in the quick profile some of a single process with it and some of sharded models, since the suite has all
+    of them without. With sabotage, single-process cases and those of sharded models against a library whose checks were taken out."""
     if sabotage:
         with _guards_removed():
-            return tally(complaints(ranks=False))
-    return tally({**({} if quick else complaints()), **_complaints_without_asserts(quick=quick)})
-
-
-if __name__ == "__main__":
-    print(json.dumps(complaints(ranks=False, every=4) if "quick" in sys.argv else complaints()))
+            alone = complaints(ranks=False)
+        return tally_control(alone, complaints_on_ranks(list(UNGUARDED), take_unguarded))
+    found = complaints_on_ranks(list(UNGUARDED)) if quick else complaints()
+    return tally({**found, **_complaints_without_asserts(quick=quick)})

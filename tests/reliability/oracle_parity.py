@@ -1,6 +1,7 @@
 """S5, oracle_parity: 0 ulp from the single-process oracle in gradients, momenta, masters and weights, in every layout.
 
-Matrices of many shapes on 1 to 8 ranks; then experts, pipeline stages, chunks and ties, each with every way to reduce and to publish.
+Matrices of many shapes on 1 to 8 ranks; then experts, pipeline stages, chunks and ties, each with every way to reduce and to publish; then models
+that torch has cut over meshes of every kind, and models in a DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Any
 import torch
 
 from tests.arrangements import Arrangement, fitting, train_arranged
+from tests.distributed.test_ddp import EXPLICIT, RUNS, Given, beside_oracle
+from tests.mesh_zoo import Scene, play, problems, with_rule
+from tests.meshes import MESHES, MODELS, fits
 from tests.ranks import RankFailure, run_ranks
-from tests.reliability import Outcome, tally
+from tests.reliability import Outcome, tally, tally_control
 from tests.worlds import Case, train_and_compare
 
 LAYOUTS = ("flat", "padded", "compact", "replicated")
@@ -93,10 +97,29 @@ HYPERS: list[dict[str, Any]] = [
     {"matrix": "adamuon", "clip": 0.25, "other": "lion"},
 ]
 
+MESH_SCENES: list[Scene] = [
+    Scene("fsdp 2", "grouped"),
+    Scene("fsdp 3", "odd", rule="normuon", clip=0.75),
+    Scene("blocks only 2", "tied"),
+    Scene("hsdp 2x2", "dense", rule="adamuon"),
+    Scene("tp 2", "few"),
+    Scene("tp 3", "fusions", clip=0.75),
+    Scene("fsdp+tp 2x2", "fours", dtype=BF16),
+    Scene("ep 2", "mixture", rule="normuon"),
+    Scene("ep x fsdp 2x2 dim 1", "mixture", dtype=BF16),
+    Scene("apart ep x fsdp 2x2 dim 0", "quartet", clip=0.75),
+]
+"""One of every kind of mesh, for the quick profile."""
+DDP_RUNS: dict[str, tuple[str, ...]] = {
+    "2 ranks, bf16, tied": ("replicated:shared", "compact"),
+    "3 ranks, optimizer first": ("replicated:shared",),
+}
+"""For the quick profile: runs of a DistributedDataParallel, and their layouts."""
+
 
 def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
     """Every shape on every world, every arrangement by every way. With sabotage one gradient element is moved by one ulp on one rank, in the library's
-    run only, and the oracle forgets one copy of a tied weight."""
+    run only, with every kind of mesh too, and the oracle forgets one copy of a tied weight."""
     complaints: dict[str, str] = {}
     worlds = (2,) if sabotage else (1, 2, 3) if quick else (1, 2, 3, 4, 8)
     for world in worlds:
@@ -117,7 +140,35 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
         product = [(world, replace(found, sabotage="tie")) for world, found in product if found.pp == 2][:1]
     for world, arrangement in product[::47] if quick and not sabotage else product:
         complaints.update(_arranged_complaints(world, arrangement))
-    return tally(complaints)
+    given = given_complaints(quick=quick, sabotage=sabotage)
+    return tally_control(complaints, given) if sabotage else tally({**complaints, **given})
+
+
+def given_complaints(*, quick: bool, sabotage: bool) -> dict[str, str]:
+    """What differs where gradients are given: by mesh and model for what torch has cut, by layout for what a DistributedDataParallel has copied. With
+    sabotage every one of them must differ."""
+    scenes = MESH_SCENES if quick or sabotage else mesh_product()
+    if sabotage:
+        scenes = [replace(scene, sabotage="gradient") for scene in scenes]
+    complaints: dict[str, str] = {}
+    for world in sorted({MESHES[scene.mesh].world for scene in scenes}):
+        complaints.update(_mesh_complaints(world, [scene for scene in scenes if MESHES[scene.mesh].world == world]))
+    for name, layouts in DDP_RUNS.items() if quick or sabotage else dict.fromkeys(RUNS, EXPLICIT).items():
+        world, given = RUNS[name]
+        if sabotage:
+            given = replace(given, case=replace(given.case, sabotage="gradient"))
+        complaints.update(_ddp_complaints(name, world, given, layouts))
+    return complaints
+
+
+def mesh_product() -> list[Scene]:
+    """Every mesh with every model that fits it; rules and dtypes take turns."""
+    pairs = [(mesh, model) for mesh in MESHES for model in MODELS if model != "even" and fits(mesh, model)]
+    rules = ("muon", "normuon", "adamuon")
+    return [
+        with_rule(Scene(mesh, model, dtype=(FP32, BF16)[number % 2]), rules[number % 3])
+        for number, (mesh, model) in enumerate(pairs)
+    ]
 
 
 def arranged_product() -> list[tuple[int, Arrangement]]:
@@ -169,6 +220,27 @@ def _arranged_complaints(world: int, arrangement: Arrangement) -> dict[str, str]
     names = {layout: f"{spread}, {layout}, {way or 'defaults'}" for layout in arrangement.layouts}
     try:
         found = [text for texts in run_ranks(world, train_arranged, arrangement) for text in texts]
+    except RankFailure as failure:
+        return dict.fromkeys(names.values(), str(failure)[-300:])
+    return {name: "; ".join([text for text in found if f" {layout}:" in text][:3]) for layout, name in names.items()}
+
+
+def _mesh_complaints(world: int, scenes: list[Scene]) -> dict[str, str]:
+    """What differs, scene by scene, all of them on the same ranks."""
+    names = [f"{scene.model} on {scene.mesh}, {scene.rule}, {scene.dtype}" for scene in scenes]
+    try:
+        by_rank = run_ranks(world, play, scenes)
+    except RankFailure as failure:
+        return dict.fromkeys(names, str(failure)[-300:])
+    by_scene = zip(scenes, zip(*by_rank, strict=True), strict=True)
+    return dict(zip(names, ("; ".join(problems(scene, seen)[:3]) for scene, seen in by_scene), strict=True))
+
+
+def _ddp_complaints(name: str, world: int, given: Given, layouts: Sequence[str]) -> dict[str, str]:
+    """What differs, layout by layout."""
+    names = {layout: f"DistributedDataParallel, {name}, {layout}" for layout in layouts}
+    try:
+        found = [text for texts in run_ranks(world, beside_oracle, given, layouts) for text in texts]
     except RankFailure as failure:
         return dict.fromkeys(names.values(), str(failure)[-300:])
     return {name: "; ".join([text for text in found if f" {layout}:" in text][:3]) for layout, name in names.items()}

@@ -5,6 +5,7 @@ A bar and colours only on a terminal, plain aligned lines everywhere else; `NO_C
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import textwrap
@@ -69,6 +70,7 @@ def start_lines(record: RunRecord) -> list[str]:
         f"model: {format_count(record.num_params)} params on {ranks} ({record.device}), layout {record.layout}, "
         f"plan {record.plan_digest[:12]}",
         f"routing: {record.routing}",
+        *([f"going on from the checkpoint of step {record.first_step}"] if record.first_step else []),
         f"data: {format_count(record.train_bytes)} bytes to train on, {format_count(record.val_bytes)} to validate; "
         f"{record.steps} steps of {format_count(record.tokens_per_step)} tokens",
     ]
@@ -77,9 +79,11 @@ def start_lines(record: RunRecord) -> list[str]:
 def end_lines(record: EndRecord, steps: int) -> list[str]:
     """How it went."""
     what = "finished" if record.outcome == "finished" else f"stopped on request at step {record.step} of {steps}"
+    rate = (
+        f", {format_rate(record.tokens_per_s)}" if math.isfinite(record.tokens_per_s) else ""
+    )  # no step was left to take
     return [
-        f"{what}: {record.step} steps, {format_count(record.tokens)} tokens in {format_seconds(record.elapsed_s)}, "
-        f"{format_rate(record.tokens_per_s)}",
+        f"{what}: {record.step} steps, {format_count(record.tokens)} tokens in {format_seconds(record.elapsed_s)}{rate}",
         f"validation: {record.first_val_bpb:.3f} -> {record.final_val_bpb:.3f} bits per byte",
     ]
 

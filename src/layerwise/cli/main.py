@@ -19,6 +19,7 @@ from layerwise._version import __version__
 from layerwise.cli.exits import BAD_INPUT, FAILED, complain
 from layerwise.config.load import Override, split_overrides
 from layerwise.config.schema import (
+    CheckpointConfig,
     DataConfig,
     LoopConfig,
     ModelConfig,
@@ -51,6 +52,7 @@ class TrainCommand:
     schedule: tyro.conf.FlagConversionOff[ScheduleConfig] = field(default_factory=ScheduleConfig)
     parallel: tyro.conf.FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     train: tyro.conf.FlagConversionOff[LoopConfig] = field(default_factory=LoopConfig)
+    checkpoint: tyro.conf.FlagConversionOff[CheckpointConfig] = field(default_factory=CheckpointConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,10 +145,30 @@ class DoctorCommand:
     """Print JSON instead of a report."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptCommand:
+    """List, inspect, verify and compare checkpoints, export their weights to safetensors, and import others.
+
+    ls FOLDER | inspect PATH | verify PATH | diff PATH PATH | export PATH --to FILE | import WEIGHTS [STATES ...] --to PATH
+    """
+
+    action: Annotated[Literal["ls", "inspect", "verify", "diff", "export", "import"], tyro.conf.Positional]
+    """What to do. import takes a safetensors file, and state dicts of torch.optim.Muon and AdamW over the same params."""
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH")] = ()
+    """Checkpoints, or the folder that they are in."""
+    to: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
+    """Where the result of export or import goes."""
+    masters: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Export fp32 masters in place of weights, where there are any."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON instead of a table."""
+
+
 Command = (
     Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
+    | Annotated[CkptCommand, tyro.conf.subcommand("ckpt")]
     | Annotated[DoctorCommand, tyro.conf.subcommand("doctor")]
 )
 
@@ -173,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     overrides, rest = split_overrides(words)
     # No argument: show what there is to choose from.
-    command: TrainCommand | PlanCommand | InspectCommand | DoctorCommand = tyro.cli(
+    command: TrainCommand | PlanCommand | InspectCommand | CkptCommand | DoctorCommand = tyro.cli(
         Command, prog="layerwise", description=_DESCRIPTION, args=rest or ["--help"]
     )
     match command:
@@ -181,12 +203,14 @@ def _dispatch(words: list[str]) -> int:
             return _train(command, overrides, words)
         case InspectCommand():
             return _inspect(command, overrides)
-        case PlanCommand() | DoctorCommand() if overrides:
-            name = "plan" if isinstance(command, PlanCommand) else "doctor"
+        case PlanCommand() | CkptCommand() | DoctorCommand() if overrides:
+            name = type(command).__name__.removesuffix("Command").lower()
             complain(f"{name} takes no settings, got {overrides[0].flag}.")
             return BAD_INPUT
         case PlanCommand():
             return _plan(command)
+        case CkptCommand():
+            return _ckpt(command)
         case DoctorCommand():
             return _doctor(command)
 
@@ -260,6 +284,19 @@ def _shorthands(command: InspectCommand) -> list[Override]:
     if command.strict:
         found.append(Override("--routing.strict", ("true",)))
     return found
+
+
+def _ckpt(command: CkptCommand) -> int:
+    from layerwise.cli import ckpt
+
+    request = ckpt.CkptRequest(
+        action=command.action,
+        paths=command.paths,
+        to=command.to,
+        masters=command.masters,
+        as_json=command.json,
+    )
+    return ckpt.run(request)
 
 
 def _doctor(command: DoctorCommand) -> int:

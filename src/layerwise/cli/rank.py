@@ -10,7 +10,7 @@ from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, OK, complain, no
 from layerwise.comm import joining
 from layerwise.config.schema import TrainConfig
 from layerwise.config.validate import TRACED_STEPS
-from layerwise.errors import ConfigError, PlanMismatchError
+from layerwise.errors import CheckpointError, ConfigError, PlanMismatchError
 from layerwise.train.loop import train
 from layerwise.train.metrics import MetricsFile
 from layerwise.train.rundir import create_run_dir, write_report
@@ -30,7 +30,7 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
             _train_and_tell(config, ranks, trace)
         else:
             train(config, ranks, trace=trace)
-    except (ConfigError, PlanMismatchError) as error:
+    except (CheckpointError, ConfigError, PlanMismatchError) as error:
         complain(str(error))
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -49,7 +49,7 @@ def _train_and_tell(config: TrainConfig, ranks: joining.Ranks, trace: str | None
     metrics = MetricsFile(run_dir.metrics)
     console = TrainConsole(config.train.steps)
     try:
-        end = train(config, ranks, (metrics, console), trace)
+        end = train(config, ranks, (metrics, console), trace, run_dir.checkpoints)
     finally:
         console.close()
         metrics.close()

@@ -82,6 +82,11 @@ class Groups:
         """The pipeline stage of this rank, and its place among the ranks that share out experts."""
         return [self.stage, self.expert_place]
 
+    @property
+    def expert_places(self) -> int:
+        """Into how many parts the experts are shared out."""
+        return len(self.stages[self.stage]) // self.domains[EXPERT].world
+
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
         """The pipeline stage of every rank."""

@@ -132,6 +132,11 @@ def total(value: float, ranks: Ranks) -> float:
     return float(summed)
 
 
+def from_first(text: str, ranks: Ranks) -> str:
+    """What the first rank says."""
+    return text if ranks.world == 1 else str(gather_facts(text, device=ranks.device)[0])
+
+
 def same_on_all(text: str, what: str, ranks: Ranks) -> None:
     """Raise on every rank, showing the first line that differs, if ranks hold different texts (a resolved config,
     say)."""

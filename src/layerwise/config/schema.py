@@ -292,6 +292,20 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints, in a folder `checkpoints` of the run's own. The same command again goes on from the last one."""
+
+    every: int = 0
+    """Steps between checkpoints. There is also one when the run ends, or is asked to stop. 0: none."""
+
+    keep: int | None = 3
+    """How many of them stay. none: all."""
+
+    resume: bool = True
+    """Go on from the last checkpoint of a run in out_dir, or in out_dir-2 and so on. false: begin a new run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Everything about one training run, as the user wrote it."""
 
@@ -302,6 +316,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 SECTIONS: dict[str, type] = {
@@ -312,6 +327,7 @@ SECTIONS: dict[str, type] = {
     "schedule": ScheduleConfig,
     "parallel": ParallelConfig,
     "train": LoopConfig,
+    "checkpoint": CheckpointConfig,
 }
 """The sections of a config file, in the order in which they are printed."""
 

@@ -64,6 +64,8 @@ _INTEGER_RANGES: dict[str, tuple[int, int]] = {
     "train.eval_every": (0, _MOST_STEPS),
     "train.eval_sequences": (1, _MOST_WIDTH),
     "train.log_every": (1, _MOST_STEPS),
+    "checkpoint.every": (0, _MOST_STEPS),
+    "checkpoint.keep": (1, _MOST_STEPS),
 }
 
 

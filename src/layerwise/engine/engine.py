@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -22,13 +23,15 @@ from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer, StepCount
 from layerwise.engine.traffic import Traffic
 from layerwise.errors import PlanMismatchError, StateError, listed, warn
-from layerwise.layout.meshes import Placed
+from layerwise.layout.meshes import Placed, copied_on
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.shards import Ranks
 from layerwise.memory.hooked import claim, hook, is_claimed, unhook
 from layerwise.memory.storage import Storage, one_device
 from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
 from layerwise.models.tree import ModuleTree
+from layerwise.routing.geometry import Box
 from layerwise.routing.rules import suspicion
 from layerwise.routing.spec import DENSE, EXPERT
 
@@ -306,6 +309,22 @@ class Engine:
         """What the model reads beside its trainable params: frozen ones and buffers."""
         return {**self._frozen, **dict(named_buffers(*self.chunks))}
 
+    @cached_property
+    def domain_of(self) -> Callable[[str], str]:
+        """Which domain a param or a buffer belongs to."""
+        return domains_by_prefix(*self.chunks)
+
+    def constants_here(self) -> Iterator[tuple[str, Tensor, Box, Ranks]]:
+        """What belongs to the model's state and is not trained: its name, itself, this rank's box of it, and who has the
+        same."""
+        saved = {**self._frozen, **dict(named_buffers(*self.chunks, persistent=True))}
+        for name, tensor in saved.items():
+            domain = self.groups.domains[self.domain_of(name)]
+            placed = (self._placed or {}).get(name, copied_on(domain.world))
+            boxes = placed.boxes(tuple(tensor.shape), domain.world)
+            mine = boxes[domain.rank]
+            yield name, tensor, mine, tuple(rank for rank, box in enumerate(boxes) if box == mine)
+
     def _other_device(self) -> torch.device:
         """Where a stage that trains nothing has what it has to say of it."""
         constants = self._constants().values()
@@ -325,12 +344,11 @@ class Engine:
             if replica.plan.tie:
                 self._ties[replica.plan.tie].broadcast(replica.weights, label=f"tie {replica.plan.tie!r}")
             replica.shard.take_weight()
-        domain_of = domains_by_prefix(*self.chunks)
         for name, tensor in self._constants().items():
             if tensor.numel():
                 whole = tensor.detach().contiguous()
                 # As bytes: buffers may have dtypes that a backend cannot send.
-                self.communicators[domain_of(name)].broadcast(whole.view(-1).view(torch.uint8), label=f"{name!r}")
+                self.communicators[self.domain_of(name)].broadcast(whole.view(-1).view(torch.uint8), label=f"{name!r}")
                 tensor.detach().copy_(whole)
 
     def check_trainables(self) -> None:

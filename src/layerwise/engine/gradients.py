@@ -46,7 +46,7 @@ class Gradients(Protocol):
 
     said: Said
     are_reduced: bool
-    """Whether somebody else has reduced them: then all ranks that hold some of a param have its gradient, or none."""
+    """Whether somebody else has reduced them: then all ranks that hold the same part of a param have its gradient, or none."""
     are_copies: bool
     """Whether somebody else has made all of them the same on every rank."""
     when_dropped: Callable[[], None]
@@ -64,6 +64,10 @@ class Gradients(Protocol):
     def late(self) -> frozenset[str]:
         """Params that got one when theirs was on its way already. Other ranks may have other ones, so what to do is for
         all of them to decide together."""
+
+    @property
+    def joint(self) -> frozenset[str]:
+        """Params whose gradient it takes all ranks to bring: where one has none of it, the others do not have theirs."""
 
     def check(self) -> None:
         """Raise if gradients are not as they must be; before any of them is used."""
@@ -99,6 +103,10 @@ class _GivenGradients:
         self.when_dropped: Callable[[], None] = lambda: None
         self.late: frozenset[str] = frozenset()
         self._params = storage.params
+
+    @property
+    def joint(self) -> frozenset[str]:
+        return frozenset()
 
     @property
     def has_gradients(self) -> bool:
@@ -190,6 +198,10 @@ class OwnGradients(_GivenGradients):
                 "not know what to send each other. Call grad.redistribute() to the param's placements in every step, or in none."
             )
         return found
+
+    @property
+    def joint(self) -> frozenset[str]:
+        return frozenset(self._elsewhere)
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:

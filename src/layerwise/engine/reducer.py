@@ -70,6 +70,7 @@ class GradReducer:
     """Accumulates gradients into buckets and reduces the buckets."""
 
     are_copies = are_reduced = False
+    joint: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import add_totals, count_zeros, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
-from layerwise.layout.shards import speaks_for
+from layerwise.layout.shards import OwnShards, speaks_for
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
 from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
@@ -77,8 +77,9 @@ class Totals:
     """(stage, fqn) of params that got a gradient on some rank after their reduction: it has to be reduced too, by all."""
     nothing_arrived: bool
     """No param has a gradient on any rank."""
-    partly_missing: Mapping[str, tuple[int, int]]
-    """Params that have a gradient on some of the ranks that hold any of them: on how many it is missing, of how many."""
+    disagreeing: Mapping[str, tuple[int, int]]
+    """Params of which some rank has a gradient and another none, though both hold the same part of them, or though it takes
+    all of them to bring it: on how many ranks that hold any it is missing, of how many."""
     consistent: bool
     """All ranks of a stage have the same settings, and all copies of a tied weight."""
     problems: int
@@ -131,6 +132,8 @@ class Seen:
     """Params without a gradient here."""
     late: frozenset[str]
     """Params that got one after their reduction."""
+    joint: frozenset[str]
+    """Params whose gradient it takes all ranks to bring. The same ones on every rank."""
     settings: str
     """Everything that all ranks of a stage must have in common."""
     tie_settings: Mapping[str, str]
@@ -152,6 +155,7 @@ class _Parts(NamedTuple):
     squared_words: Tensor
     late: Tensor
     missing: Tensor
+    disagreeing: Tensor
     nonfinite: Tensor
 
 
@@ -167,6 +171,7 @@ class _Numbers(NamedTuple):
     squared_words: Sequence[float]
     late: Sequence[float]
     missing: Sequence[float]
+    disagreeing: Sequence[float]
     nonfinite: Sequence[float]
 
 
@@ -203,7 +208,11 @@ class StatsPass:
             *(sum(self._stage_sizes[stage] for stage in copies) for _, copies in ties),
         ]
         self._sizes = stats_sizes(
-            norm_groups=len(self.names), stages=len(groups.stages), ties=len(ties), params=len(self._entries)
+            norm_groups=len(self.names),
+            stages=len(groups.stages),
+            ties=len(ties),
+            params=len(self._entries),
+            parted=sum(len(shard.fqns) for shard in engine.plan.copied_in_parts),
         )
         self._groups = torch.tensor(
             [
@@ -229,6 +238,11 @@ class StatsPass:
         # Where ranks hold different experts under one name, one count is of several params.
         apart = {fqn for shard in engine.plan.own for fqn in shard.fqns if shard.world < engine.plan.world}
         self._is_one = [fqn not in apart for _, fqn in self._entries]
+        # Those of which every holder has the same, so that their counts tell it all.
+        parted = {fqn for shard in engine.plan.own if shard.is_parted for fqn in shard.fqns}
+        self._is_whole = [fqn not in parted for _, fqn in self._entries]
+        self._votes = {fqn: _vote(shard, fqn, engine) for shard in engine.plan.copied_in_parts for fqn in shard.fqns}
+        self._voted = [position[fqn] for fqn in self._votes]
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
         # Memory that the device reads and writes by itself: the host waits once, for what comes back.
         self._known, self._found = (
@@ -270,7 +284,7 @@ class StatsPass:
         self._note(mine)
         vector[self._known_part].copy_(self._known[self._known_part], non_blocking=True)
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._read(self._came_back(vector), divisors)
+        return self._read(self._came_back(vector), divisors, mine.joint)
 
     def _note(self, mine: Seen) -> None:
         """Write what is known to the host into the vector, which is zero; most of it is mostly zero."""
@@ -285,6 +299,9 @@ class StatsPass:
         for part, fqns in ((parts.late, mine.late), (parts.missing, mine.missing)):
             if fqns:
                 part[[self._position[fqn] for fqn in fqns]] = 1.0
+        for index, (fqn, vote) in enumerate(self._votes.items()):
+            if fqn in mine.missing:
+                parts.disagreeing[index] = vote
 
     def _came_back(self, vector: Tensor) -> _Numbers:
         """The reduced vector on the host."""
@@ -332,7 +349,7 @@ class StatsPass:
             for sender, word, squared in zip(senders, found.words, found.squared_words, strict=True)
         )
 
-    def _read(self, found: _Numbers, divisors: Divisors) -> Totals:
+    def _read(self, found: _Numbers, divisors: Divisors, joint: Collection[str]) -> Totals:
         return Totals(
             square_sums=dict(zip(self.names, found.groups, strict=True)),
             num_zeros=int(found.zeros[0]) if self._zeros else None,
@@ -340,10 +357,9 @@ class StatsPass:
             nonfinite=tuple(self._name(self._entries[index]) for index in _counted(found.nonfinite)),
             late=frozenset(self._entries[index] for index in _counted(found.late)),
             nothing_arrived=found.missing == self._everywhere,
-            partly_missing={
-                self._name(self._entries[index]): (count, int(self._everywhere[index]))
-                for index, count in _counted(found.missing).items()
-                if self._is_one[index] and count < self._everywhere[index]
+            disagreeing={
+                self._name(self._entries[index]): (int(found.missing[index]), int(self._everywhere[index]))
+                for index in self._disagreeing(found, joint)
             },
             consistent=self._is_consistent(found),
             problems=int(found.problems[0]),
@@ -351,6 +367,20 @@ class StatsPass:
             unscaled=tuple(map(int, found.unscaled)),
             divisors=divisors,
         )
+
+    def _disagreeing(self, found: _Numbers, joint: Collection[str]) -> list[int]:
+        """Places of the params whose holders do not agree on whether there is a gradient, though they must."""
+        partial = [index for index, count in _counted(found.missing).items() if count < self._everywhere[index]]
+        if not partial:
+            return []
+        voted = {index for index, vote in zip(self._voted, found.disagreeing, strict=True) if vote != 0.0}
+        together = {self._position[fqn] for fqn in joint}
+        return [
+            index
+            for index in partial
+            if index in voted
+            or (self._is_one[index] and (self._is_whole[index] or found.late[index] > 0 or index in together))
+        ]
 
     def _name(self, entry: tuple[int, str]) -> str:
         stage, fqn = entry
@@ -364,10 +394,21 @@ def _counted(counts: Sequence[float]) -> dict[int, int]:
 
 def _holders(engine: Engine) -> dict[str, int]:
     """How many ranks of this stage hold any of each param that lies in memory of its own. Others come to all of them."""
-    found = {}
-    for shard in engine.plan.own:
-        holding = sum(1 for rank in range(shard.world) if shard.spans(rank))
-        found.update(dict.fromkeys(shard.fqns, holding * (engine.plan.world // shard.world)))
+    return {
+        fqn: shard.num_holders * (engine.plan.world // shard.world) for shard in engine.plan.own for fqn in shard.fqns
+    }
+
+
+def _vote(shard: OwnShards, fqn: str, engine: Engine) -> int:
+    """What this rank adds to a param's number if it has no gradient of it. The first of the ranks with copies of a part
+    outweighs all the others, so a part adds nothing exactly if all of them have a gradient or none has; and every part goes
+    by a factor of its own, so that parts do not make up for each other."""
+    rank, found = engine.storage.ranks[shard.domain], 0
+    for span in shard.spans_of(fqn, rank):
+        ranks = shard.copies(span, rank)
+        part = f"{engine.groups.expert_place} {span[:-1]}".encode()
+        factor = int.from_bytes(hashlib.sha256(part).digest()[:4], "big") + 1
+        found += factor * (1 - len(ranks) if rank == ranks[0] else 1)
     return found
 
 

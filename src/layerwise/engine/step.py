@@ -109,7 +109,7 @@ class Stepper:
         self._changed: set[str] = set()
         self._has_checked_replicas = False
         self._has_checked_gradients = False
-        self._is_half_way = False
+        self._half_way = ""
         engine.count.steps = 0  # an optimizer before this one may have counted
         self._is_stepping = False
         engine.gradients.when_dropped = _weakly(self)
@@ -140,7 +140,8 @@ class Stepper:
             clipped = NOTHING_CLIPPED
             if not skip_reason:
                 engine.publisher.order.learn(engine.groups)
-                with self._moving_masters():
+                engine.count.steps += 1
+                with self.moving_masters(f"step {engine.count.steps}"):
                     self.update.average(totals.divisors, coefficients)
                     # 3. Momentum.
                     self.update.momentum(live.options, engine.count.steps)
@@ -180,6 +181,7 @@ class Stepper:
         seen = Seen(
             missing=missing,
             late=gradients.late,
+            joint=gradients.joint,
             settings=repr([settings, problem]),
             tie_settings={tie: repr(settings) for tie, settings in live.tie_settings.items()},
             has_problem=problem is not None,
@@ -187,7 +189,7 @@ class Stepper:
             is_unscaled=is_unscaled,
         )
         totals = self._stats_pass.reduce(vector, seen, divisors)
-        is_partial = gradients.are_reduced and bool(totals.partly_missing)  # then not all would take part
+        is_partial = gradients.are_reduced and bool(totals.disagreeing)  # then not all would take part
         if totals.late and totals.consistent and not is_partial:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
@@ -247,21 +249,20 @@ class Stepper:
         self.update.free()
 
     def refuse_half_way(self) -> None:
-        """Raise if a step ended in between."""
-        if self._is_half_way:
+        """Raise if masters were left in between."""
+        if self._half_way:
             raise StateError(
-                f"step {self._engine.count.steps} ended half way, by an exception: some masters are new and some old, and ranks may "
+                f"{self._half_way} ended half way, by an exception: some masters are new and some old, and ranks may "
                 "differ in which. Build the model and the optimizer anew and load a checkpoint."
             )
 
     @contextmanager
-    def _moving_masters(self) -> Iterator[None]:
+    def moving_masters(self, what: str) -> Iterator[None]:
         """An exception in here (no memory, an interrupt) leaves some masters new and some old, not the same ones on every
         rank, and is remembered."""
-        self._is_half_way = True
-        self._engine.count.steps += 1
+        self._half_way = what
         yield
-        self._is_half_way = False
+        self._half_way = ""
 
     def _divisors(self) -> Divisors:
         scale = self.scaler.scale if self.scaler is not None else 1.0
@@ -354,13 +355,11 @@ class Stepper:
                     f"step() with loss_scale set, but the loss was not scaled{where}: call "
                     "optimizer.scale_loss(loss).backward()."
                 )
-        if self._engine.gradients.are_reduced and totals.partly_missing:
-            names = [
-                f"{fqn} (missing on {some} of {all_} ranks)" for fqn, (some, all_) in totals.partly_missing.items()
-            ]
+        if self._engine.gradients.are_reduced and totals.disagreeing:
+            names = [f"{fqn} (missing on {some} of {all_} ranks)" for fqn, (some, all_) in totals.disagreeing.items()]
             raise StateError(
                 f"some ranks have a gradient and some have none: {listed(names)}. Whoever reduced gradients did so on all ranks that "
-                "hold a part of a param, so expected one on all of them or on none. Run the same modules on every rank, or use "
+                "hold the same part of a param, so expected one on all of them or on none. Run the same modules on every rank, or use "
                 "find_unused_parameters=True of DistributedDataParallel; zero_grad() on all ranks goes on from here."
             )
         if self._policy.strict_grads and totals.missing:

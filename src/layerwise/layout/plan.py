@@ -17,7 +17,7 @@ from layerwise.layout.meshes import Placed
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
 from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
-from layerwise.layout.shards import ShardPlan
+from layerwise.layout.shards import OwnShards, ShardPlan
 from layerwise.layout.slots import IdleRun, idle_runs
 from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, plan_storage
 from layerwise.layout.work import WorkPlan, imbalance_of, plan_work
@@ -47,7 +47,7 @@ class Plan:
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
     """One work plan per domain that has matrices."""
-    own: tuple[ShardPlan, ...] = ()
+    own: tuple[OwnShards, ...] = ()
     """Shards in the params' own memory; there is no buffer then."""
 
     @property
@@ -66,6 +66,12 @@ class Plan:
     def shards(self) -> tuple[ShardPlan, ...]:
         """Everything that is updated, by index."""
         return (*self.buckets, *self.own)
+
+    @cached_property
+    def copied_in_parts(self) -> tuple[OwnShards, ...]:
+        """Of the shards in the params' own memory, those of which ranks hold several parts, and several ranks each: neither
+        everybody has the same nor everybody something of his own. Experts on several meshes are parts too."""
+        return tuple(shard for shard in self.own if shard.has_copies and (shard.is_parted or shard.world < self.world))
 
     @property
     def is_split(self) -> bool:
@@ -282,7 +288,7 @@ def compare_plans(
         if isinstance(layout, str) and layout in drafts:
             return drafts[layout]
         buffers: tuple[BufferPlan, ...] = ()
-        own: tuple[ShardPlan, ...] = ()
+        own: tuple[OwnShards, ...] = ()
         if options.memory == "params":
             own = shards_of_params(
                 table, routes, world_by_domain, placed or {}, cost=options.cost, hardware=options.hardware
@@ -298,7 +304,7 @@ def compare_plans(
                 param_sync=options.param_sync,
                 cost=options.cost,
             )
-        shards = [*own, *(bucket for buffer in buffers for bucket in buffer.buckets)]
+        shards: list[ShardPlan] = [*own, *(bucket for buffer in buffers for bucket in buffer.buckets)]
         works = tuple(
             work
             for domain, size in sorted(world_by_domain.items())

@@ -26,8 +26,11 @@ class StatsSizes(NamedTuple):
     """One count per trainable param of any stage."""
     missing: int
     """Likewise."""
+    disagreeing: int
+    """One number per param that ranks hold in parts, with copies: it is zero where all copies of a part have a gradient, or
+    none of them has."""
     nonfinite: int
-    """Likewise."""
+    """One count per trainable param of any stage."""
 
     @property
     def numel(self) -> int:
@@ -35,11 +38,12 @@ class StatsSizes(NamedTuple):
         return sum(self)
 
 
-def stats_sizes(*, norm_groups: int, stages: int, ties: int, params: int) -> StatsSizes:
-    """The vector for so many norm groups (the two families among them), pipeline stages, ties and trainable params.
+def stats_sizes(*, norm_groups: int, stages: int, ties: int, params: int, parted: int) -> StatsSizes:
+    """The vector for so many norm groups (the two families among them), pipeline stages, ties and trainable params, of which
+    so many are held in parts with copies.
 
-    >>> stats_sizes(norm_groups=2, stages=1, ties=0, params=4).numel
+    >>> stats_sizes(norm_groups=2, stages=1, ties=0, params=4, parted=0).numel
     22
     """
     words = HASH_WORDS * (stages + ties)
-    return StatsSizes(norm_groups, 1, 1, stages, stages, words, words, params, params, params)
+    return StatsSizes(norm_groups, 1, 1, stages, stages, words, words, params, params, parted, params)

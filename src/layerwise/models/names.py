@@ -64,11 +64,13 @@ def named_parameters(root: nn.Module, *, remove_duplicate: bool = True) -> Itera
                 yield joined(prefix, name), param
 
 
-def named_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every buffer by its plain name, in torch's order."""
+def named_buffers(root: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every buffer by its plain name, in torch's order; or those that are part of the module's state."""
     seen: set[int] = set()
     for prefix, module in named_modules(root):
         for name, buffer in module._buffers.items():
+            if persistent and name in module._non_persistent_buffers_set:
+                continue
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield joined(prefix, name), buffer

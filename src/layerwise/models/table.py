@@ -129,10 +129,10 @@ def named_params(*chunks: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{prefix}{name}", param
 
 
-def named_buffers(*chunks: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All buffers of the modules by name."""
+def named_buffers(*chunks: nn.Module, persistent: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """All buffers of the modules by name, or those that are part of their state."""
     for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True):
-        for name, buffer in names.named_buffers(chunk):
+        for name, buffer in names.named_buffers(chunk, persistent=persistent):
             yield f"{prefix}{name}", buffer
 
 

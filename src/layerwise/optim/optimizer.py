@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 
 import torch
@@ -111,21 +112,22 @@ class Optimizer(torch.optim.Optimizer):
             check_replicas=check_replicas,
             process_group=process_group,
         )
-        self._engine = engine_of(model, asked)
-        plan = self._engine.plan
+        self.engine = engine_of(model, asked)
+        """Plan, memory and communication of the model."""
+        plan = self.engine.plan
         self._is_sealed = False
         self.has_said_part = False
         """Whether the user knows that `state_dict()` is a part of the whole: said once."""
         self._whole: dict[str, dict[str, Tensor]] | None = None
 
         def plan_arguments() -> StepPlan:
-            refuse_unfit(self._engine, asked)
+            refuse_unfit(self.engine, asked)
             return StepPlan(
                 groups=plan_groups(plan, matrix=matrix, other=other),
                 norm_group_of=assign_norm_groups(
                     plan,
                     {} if norm_groups is None else norm_groups,
-                    {fqn for fqns in self._engine.roster.fqns for fqn in fqns},
+                    {fqn for fqns in self.engine.roster.fqns for fqn in fqns},
                 ),
                 norm_group_names=tuple(norm_groups or ()),
                 policy=GradientPolicy(
@@ -138,59 +140,65 @@ class Optimizer(torch.optim.Optimizer):
                 ),
                 loss_scale=checked_loss_scale(loss_scale, plan),
                 count_zeros=count_zeros,
-                watched=plan_clipping(self._engine, qk_clip),
+                watched=plan_clipping(self.engine, qk_clip),
             )
 
-        groups = self._engine.groups
+        groups = self.engine.groups
         planned = derive_together(groups, "optimizer arguments", plan_arguments, StepPlan.facts)
         # Clipping and skipping are decided by every rank for itself, from the same numbers: by the same rules too.
         agree(groups, "optimizer arguments", planned.common_facts(), across_stages=True)
         self._planned = planned
-        super().__init__([group.as_param_group(self._engine.storage.params) for group in planned.groups], {})
+        super().__init__([group.as_param_group(self.engine.storage.params) for group in planned.groups], {})
         self._is_sealed = True
         dtypes = {fqn: group.rule.wire_dtype for group in planned.groups for fqn in group.fqns}
-        self._stepper = Stepper(self._engine, planned, wire_dtypes(self._engine.plan.works, dtypes))
+        # Who takes the steps; checkpoints ask it what there is beside shards.
+        self.stepper = Stepper(self.engine, planned, wire_dtypes(self.engine.plan.works, dtypes))
         self._planned_ns_dtypes = self._ns_dtypes()
-        check_alike(groups, self._engine.roster, "is updated", self._tie_settings())
+        check_alike(groups, self.engine.roster, "is updated", self._tie_settings())
         self._steps = torch.zeros(())
-        home_state = self._stepper.update.home_state_by_fqn()
+        home_state = self.stepper.update.home_state_by_fqn()
         self._kept_at_home = sorted({name.partition(".")[0] for kept in home_state.values() for name in kept})
-        for fqn, tensors in self._stepper.update.state_by_fqn().items():
-            param = self._engine.storage.params[fqn]
+        for fqn, tensors in self.stepper.update.state_by_fqn().items():
+            param = self.engine.storage.params[fqn]
             if plan.options.memory == "params":  # then state lies as its param does
                 tensors = {STEP: self._steps, **{name: like(param, tensor) for name, tensor in tensors.items()}}
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
-        self._engine.attach(self)
+        self.engine.attach(self)
 
     @property
     def _is_wrapped(self) -> bool:
         """Whether gradients go to buckets, and not to the params' own `.grad`."""
-        return self._engine.plan.options.reduces
+        return self.engine.plan.options.reduces
 
     @property
     def plan(self) -> Plan:
         """What was decided: `.digest`, `.describe()`, `.route(fqn).reason`; that of the model, where it is wrapped."""
-        return self._engine.plan
+        return self.engine.plan
+
+    @property
+    def given_rates(self) -> dict[str, float]:
+        """The lr that every param group began with, by its name: what a schedule may have changed since."""
+        return {group.name: group.rule.lr for group in self._planned.groups}
 
     @property
     def stats(self) -> StepStats:
         """What the last step saw and did."""
-        return self._stepper.stats
+        return self.stepper.stats
 
     @property
     def schedule(self) -> CommSchedule:
         """Every collective of one step, in order; `stats.bytes_by_collective` adds up to its bytes."""
-        return self._stepper.schedule
+        return self.stepper.schedule
 
     @never_traced
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the current loss scale; `step()` divides the gradients by it again."""
-        if self._stepper.scaler is None:
+        if self.stepper.scaler is None:
             raise StateError(
                 "scale_loss() was called without loss scaling: pass loss_scale=LossScale() to the Optimizer."
             )
-        self._engine.gradients.said.is_scaled = True
-        return loss * self._stepper.scaler.scale
+        self.engine.gradients.said.is_scaled = True
+        return loss * self.stepper.scaler.scale
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -213,32 +221,32 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._engine.check_bound()
+        self.engine.check_bound()
         self._whole = None
         # An update is what it is, also in the middle of a forward's autocast.
-        with torch.autocast(self._engine.storage.device.type, enabled=False):
-            self._stepper.step(self._live)
-        self._steps.fill_(self._engine.count.steps)
+        with torch.autocast(self.engine.storage.device.type, enabled=False):
+            self.stepper.step(self._live)
+        self._steps.fill_(self.engine.count.steps)
         return loss
 
     @never_traced
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
         """`DataParallel.clip_grad_norm_`: the norm of the gradients as they are, which the coming step is clipped by."""
-        self._engine.check_bound()
-        return torch.tensor(self._stepper.clip_next_step(max_norm, self._live), device=self._engine.storage.device)
+        self.engine.check_bound()
+        return torch.tensor(self.stepper.clip_next_step(max_norm, self._live), device=self.engine.storage.device)
 
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a backward that failed half way. Call it on every rank, after all of them or
         none of them ran a synchronised backward: reductions that some have begun are finished first. Where one rank drops a
         backward that another steps, both raise."""
-        self._engine.gradients.forget()
+        self.engine.gradients.forget()
         super().zero_grad(set_to_none)
 
     def free_buffers(self) -> None:
         """`DataParallel.free_buffers`: let go of staging memory."""
-        self._stepper.free()
+        self.stepper.free()
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
         if getattr(self, "_is_sealed", False):
@@ -257,11 +265,11 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, object]:
         """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Masters are those of the
         weights as they are: what the user wrote into them counts."""
-        self._engine.check_bound()
-        self._stepper.refuse_half_way()
+        self.engine.check_bound()
+        self.stepper.refuse_half_way()
         if not self.has_said_part and self._whole is None:
-            self.has_said_part = say_part(self._engine, self._kept_at_home)
-        self._stepper.pull_changed()
+            self.has_said_part = say_part(self.engine, self._kept_at_home)
+        self.stepper.pull_changed()
         extra = self._extra_state()
         packed = super().state_dict()
         if self._whole is None:
@@ -275,14 +283,12 @@ class Optimizer(torch.optim.Optimizer):
         """Put the state of all ranks together on one: until the next step its `state_dict()` is the whole, in host memory,
         and can be loaded on every rank of any number of them, in any layout. Call it on every rank. `ZeroRedundancyOptimizer`
         of torch has the same, and trainers that know that one (Lightning) call it by themselves."""
-        engine = self._engine
+        engine = self.engine
         engine.check_bound()
         refuse_apart(engine)
-        self._stepper.refuse_half_way()
+        self.bring_up_to_date()
         if engine.plan.options.memory == "params":
             return  # a single process has the whole
-        engine.publisher.ensure_all()
-        self._stepper.pull_changed()
         keep = to == engine.groups.rank
         whole = put_together(self._state_by_fqn, engine.storage, self._at_home, engine.everyone, keep=keep)
         self._whole = whole if keep else None
@@ -292,7 +298,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
         it on every rank."""
-        engine, scaler = self._engine, self._stepper.scaler
+        engine = self.engine
         engine.check_bound()
         engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
         engine.storage.take_back()
@@ -302,47 +308,59 @@ class Optimizer(torch.optim.Optimizer):
             lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=("ns_dtype",)),
             lambda found: {"step": found.extra["step"], "loss_scale": found.extra["loss_scale"]},
         )
-        loaded = fitting.extra["loss_scale"]
-        agree(
-            engine.groups,
-            "state dicts",
-            {"step": fitting.extra["step"], "loss_scale": loaded},
-            across_stages=True,
-        )
+        with self.replacing_state(fitting.extra["step"], fitting.extra["loss_scale"]):
+            fitting.write(self)
+
+    @contextmanager
+    def replacing_state(self, step: int, loss_scale: Mapping[str, float] | None) -> Iterator[None]:
+        """In here masters and state are written, on every rank; then they are those of this step, and weights follow. An
+        exception leaves an optimizer that refuses to go on."""
+        engine, scaler = self.engine, self.stepper.scaler
+        agree(engine.groups, "states", {"step": step, "loss_scale": loss_scale}, across_stages=True)
         if any_rank(engine.groups, engine.gradients.has_gradients):
-            if scaler is not None and loaded is not None and loaded["scale"] != scaler.scale:
+            if scaler is not None and loss_scale is not None and loss_scale["scale"] != scaler.scale:
                 raise StateError(
-                    f"load_state_dict() between backward and step() brings loss scale {loaded['scale']:g}, gradients have "
+                    f"state was loaded between backward and step(): it has loss scale {loss_scale['scale']:g}, gradients have "
                     f"{scaler.scale:g}. Call zero_grad() or step() first."
                 )
             # Ranks may have reduced different buckets by now, and are about to gather weights over the same groups.
             engine.gradients.settle()
         engine.publisher.ensure_all()
-        fitting.write(self)
-        self._whole = None
-        engine.count.steps = fitting.extra["step"]
-        self._steps.fill_(engine.count.steps)
-        if scaler is not None and loaded is not None:
-            scaler.load_state_dict(loaded)
-        engine.publisher.begin()
+        with self.stepper.moving_masters("loading"):
+            yield
+            self._whole = None
+            engine.count.steps = step
+            self._steps.fill_(step)
+            if scaler is not None and loss_scale is not None:
+                scaler.load_state_dict(dict(loss_scale))
+            engine.publisher.begin()
+
+    @never_traced
+    def bring_up_to_date(self) -> None:
+        """Have weights and masters agree on every rank: what was written into weights counts, and what is on its way arrives.
+        Call it on every rank."""
+        self.engine.check_bound()
+        self.stepper.refuse_half_way()
+        self.engine.publisher.ensure_all()
+        self.stepper.pull_changed()
 
     @property
     def _state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
-        return {fqn: self.state[param] for fqn, param in self._engine.storage.params.items()}
+        return {fqn: self.state[param] for fqn, param in self.engine.storage.params.items()}
 
     @property
     def _at_home(self) -> dict[tuple[str, str], AtHome]:
-        return self._stepper.update.at_home()
+        return self.stepper.update.at_home()
 
     def _my_part(self, state_dict: Mapping[str, object]) -> Mapping[str, object]:
-        return part_of(state_dict, self._state_by_fqn, self._engine.storage, self._at_home, self._extra_state())
+        return part_of(state_dict, self._state_by_fqn, self.engine.storage, self._at_home, self._extra_state())
 
     def _extra_state(self) -> ExtraState:
-        scaler, groups = self._stepper.scaler, self._engine.groups
+        scaler, groups = self.stepper.scaler, self.engine.groups
         return {
-            "step": self._engine.count.steps,
-            "plan": self._engine.plan.digest,
-            "spans": describe_spans(self._engine.storage),
+            "step": self.engine.count.steps,
+            "plan": self.engine.plan.digest,
+            "spans": describe_spans(self.engine.storage),
             "loss_scale": scaler.state_dict() if scaler is not None else None,
             "place": groups.place,
             "rank": groups.rank,
@@ -366,8 +384,8 @@ class Optimizer(torch.optim.Optimizer):
         return Live(options, {"groups": groups}, self._tie_settings(), problem)
 
     def _tie_settings(self) -> dict[str, dict[str, str]]:
-        mine, norm_group_of = self._engine.groups.stage, self._planned.norm_group_of
-        here = {tie: copies[mine] for tie, copies in self._engine.roster.copies.items() if mine in copies}
+        mine, norm_group_of = self.engine.groups.stage, self._planned.norm_group_of
+        here = {tie: copies[mine] for tie, copies in self.engine.roster.copies.items() if mine in copies}
         group_of = {fqn: group for group in self.param_groups for fqn in group["fqns"]} if here else {}
         return {tie: {**_in_words(group_of[fqn]), "norm group": norm_group_of[fqn]} for tie, fqn in here.items()}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -97,14 +97,25 @@ class Batching:
     accumulation: int
     world: int
     """Ranks that read samples of their own. Ranks of one pipeline count as one: they read the same."""
+    moved: int = 0
+    """Samples that were read before, beyond those of as many steps of this size: a run that goes on with other batches goes
+    on with the sample after the last."""
 
     @property
     def global_batch(self) -> int:
         return self.batch_size * self.accumulation * self.world
 
+    def samples_before(self, step: int) -> int:
+        """How many samples have been read when a step begins."""
+        return self.moved + step * self.global_batch
+
+    def going_on(self, step: int, samples: int) -> Batching:
+        """The same batches, of which the first at this step comes after so many samples."""
+        return replace(self, moved=samples - step * self.global_batch)
+
     def sample_numbers(self, step: int, micro: int, rank: int) -> range:
         """The samples of one microbatch on one rank."""
-        first = step * self.global_batch + (micro * self.world + rank) * self.batch_size
+        first = self.samples_before(step) + (micro * self.world + rank) * self.batch_size
         return range(first, first + self.batch_size)
 
 

@@ -11,8 +11,9 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -32,6 +33,7 @@ from layerwise.routing.rules import RouteRule, summarise
 from layerwise.train.data import Batching, Corpus, Loader, load_corpus
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.train.model import count_params, next_byte_loss
+from layerwise.train.saved import Progress, Saved
 from layerwise.train.schedule import lr_factor
 from layerwise.train.stages import Passes, PipelinedModel, WholeModel, build_chunks, ties_of
 from layerwise.train.stop import StopRequest
@@ -47,15 +49,23 @@ class Watcher(Protocol):
 
 
 def train(
-    config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watcher] = (), trace: str | None = None
+    config: TrainConfig,
+    ranks: joining.Ranks,
+    watchers: Sequence[Watcher] = (),
+    trace: str | None = None,
+    checkpoints: Path | None = None,
 ) -> EndRecord:
-    """Train from the first step to the last, or to the first Ctrl-C. `trace` names a file for a timeline of two steps."""
+    """Train from the first step, or from the last checkpoint, to the last step or the first Ctrl-C. `trace` names a file for a
+    timeline of two steps; the first rank says where `checkpoints` are."""
     run = prepare(config, ranks, watchers)
-    run.tell(run.record())
-    first_bpb = last_bpb = run.evaluate(step=0)
+    saved = Saved.of(config, ranks, run.model, run.optimizer, checkpoints)
+    before = run.go_on(saved)
+    run.tell(run.record(before.step))
+    first_bpb = last_bpb = before.first_val_bpb if before.step else run.evaluate(step=0)
+    step = before.step
     total, outcome = config.train.steps, "finished"
     with StopRequest() as stop, ExitStack() as recording:
-        for step in range(1, total + 1):  # `step` counts finished steps everywhere; samples and rates count from 0
+        for step in range(before.step + 1, total + 1):  # `step` counts finished steps; samples and rates count from 0
             if trace is not None and step == TRACED_STEPS[0]:
                 recording.enter_context(recorded(trace, ranks.rank, ranks.device))
             with scope(f"step {step}"):
@@ -67,10 +77,14 @@ def train(
                 run.log(step)
             if run.should_stop(stop, step) and not is_last:
                 outcome, is_last = "stopped", True
+            if is_last or saved.is_due(step):  # before validation: who is asked to stop may not have the time for both
+                run.save(saved, step, first_bpb)
             if is_last or (config.train.eval_every and step % config.train.eval_every == 0):
                 last_bpb = run.evaluate(step)
             if is_last:
                 break
+        else:
+            last_bpb = run.evaluate(step)  # a checkpoint of the last step
     end = run.end(step, outcome, first_bpb, last_bpb)
     run.tell(end)
     return end
@@ -190,8 +204,26 @@ class Run:
         is_asked = self.ranks.device.type == "cpu" or step % self.config.train.log_every == 0
         return is_asked and joining.mean(float(stop.requested), self.ranks) > 0
 
-    def record(self) -> RunRecord:
-        """How this run begins."""
+    def go_on(self, saved: Saved) -> Progress:
+        """Continue where the last checkpoint is, if there is one: with the sample after its last."""
+        progress = saved.resume(Progress(data=self._data))
+        batching = self.loader.batching.going_on(progress.step, progress.samples)
+        self.loader = replace(self.loader, batching=batching)
+        return progress
+
+    def save(self, saved: Saved, step: int, first_bpb: float) -> None:
+        began_s = time.perf_counter()
+        samples = self.loader.batching.samples_before(step)
+        saved.save(Progress(data=self._data, step=step, samples=samples, first_val_bpb=first_bpb))
+        self.meter.lap_started_s += time.perf_counter() - began_s  # nor is saving the step's time
+
+    @property
+    def _data(self) -> str:
+        """What decides which sample comes when."""
+        return f"text {self.corpus.digest}, sequences of {self.loader.seq_len}, seed {self.loader.seed}"
+
+    def record(self, first_step: int) -> RunRecord:
+        """How this run begins, after so many steps of another one."""
         plan, parallel = self.optimizer.plan, self.config.parallel
         # With a pipeline or expert ranks of ours no rank's plan has all params; the first rank speaks for its own.
         whose = "on rank 0: " if parallel.pp * parallel.ep > 1 and not is_sharded(parallel) else ""
@@ -211,6 +243,7 @@ class Run:
             steps=self.config.train.steps,
             tokens_per_step=self.tokens_per_step,
             config=asdict(self.config),
+            first_step=first_step,
         )
 
     def end(self, step: int, outcome: str, first_bpb: float, final_bpb: float) -> EndRecord:
@@ -221,7 +254,7 @@ class Run:
             outcome=outcome,
             first_val_bpb=first_bpb,
             final_val_bpb=final_bpb,
-            tokens=step * self.tokens_per_step,
+            tokens=self.loader.batching.samples_before(step) * self.loader.seq_len,
             tokens_per_s=meter.total_steps * self.tokens_per_step / meter.train_s if meter.train_s else math.nan,
             elapsed_s=meter.elapsed_s,
         )

@@ -1,7 +1,8 @@
 """What a run writes down: one JSON object per line in `metrics.jsonl`, rank 0 only.
 
 Schema 1. Every record has `kind`. A file starts with one `run` record (which carries `schema`) and, unless the run was
-killed, ends with one `end` record; in between are `step` and `eval` records in step order. `step` counts finished
+killed, ends with one `end` record; in between are `step` and `eval` records in step order, and another `run` record
+wherever the run went on from a checkpoint. `step` counts finished
 optimizer steps, so an `eval` at step 0 is the untrained model. A number that is not finite is written as null. Readers
 should ignore kinds and fields that they do not know: those may be added without a new schema number.
 """
@@ -46,6 +47,8 @@ class RunRecord:
     """Over all ranks and microbatches."""
     config: Mapping[str, object]
     """The resolved config."""
+    first_step: int = 0
+    """Steps that were taken before, by a run that this one goes on from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,11 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
     return records
 
 
+def _step_of(record: Mapping[str, object]) -> int:
+    step = record.get("step")
+    return step if isinstance(step, int) else 0
+
+
 class MetricsFile:
     """Appends records to a file, each whole and at once; a full disk ends the writing, never the training."""
 
@@ -156,11 +164,21 @@ class MetricsFile:
     def write(self, record: Record) -> None:
         if self._file is None:
             return
+        if isinstance(record, RunRecord) and record.first_step:
+            self._forget_after(record.first_step)
         try:
             self._file.write(to_json(record) + "\n")
         except OSError as error:
             self.failure = f"metrics are no longer written to {self.path}: {error}. Training goes on."
             self.close()
+
+    def _forget_after(self, step: int) -> None:
+        """A run goes on from a checkpoint of this step: what came after it never was."""
+        kept = [
+            record for record in read_metrics(self.path) if _step_of(record) <= step and record.get("kind") != "end"
+        ]
+        with self.path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in kept)
 
     def close(self) -> None:
         if self._file is not None:

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerwise.checkpoint.folder import found
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig
 from layerwise.train.metrics import read_metrics
@@ -27,6 +28,10 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
     def curve(self) -> Path:
         return self.root / "loss.svg"
 
@@ -36,10 +41,14 @@ class RunDir:
 
 
 def create_run_dir(config: TrainConfig) -> RunDir:
-    """Make the folder and put the resolved config in it. The first of `out_dir`, `out_dir-2`, ... that holds no run."""
+    """Make the folder and put the resolved config in it. The first of `out_dir`, `out_dir-2`, ... that holds no run; or, with
+    checkpoints, one to go on from."""
     wanted = Path(config.train.out_dir)
     for number in itertools.count(1):
         run = RunDir(wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}"))
+        if config.checkpoint.every and config.checkpoint.resume and found(run.checkpoints):
+            run.config.write_text(dump_json(config), encoding="utf-8")
+            return run
         run.root.mkdir(parents=True, exist_ok=True)
         try:
             # "x": of two runs that start at once, one gets the name

@@ -26,7 +26,7 @@ def totals(**square_sums: float) -> Totals:
         nonfinite=(),
         late=frozenset(),
         nothing_arrived=False,
-        partly_missing={},
+        disagreeing={},
         consistent=True,
         problems=0,
         scaled=(0,),

@@ -218,6 +218,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 1}, {"align_param_gather": True}], ids=str)
 def test_overlap_changes_no_bit(name: str, options: dict[str, Any]) -> None:
@@ -361,12 +362,14 @@ WAYS = [
 ]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("how", "prefetch"), WAYS)
 @pytest.mark.parametrize("what", BEFORE)
 def test_compiled_before_it_is_wrapped(what: str, prefetch: int | None, how: dict[str, Any]) -> None:
     check_compiled(Training(lambda: BEFORE[what](Net().to(BF16), how), prefetch=prefetch), None)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("how", "prefetch"), WAYS)
 @pytest.mark.parametrize("what", AFTER)
 def test_compiled_after_it_is_wrapped(what: str, prefetch: int | None, how: dict[str, Any]) -> None:

@@ -1,0 +1,143 @@
+"""A folder of checkpoints, one for every step that was saved: where the last one is, and which ones go."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from layerwise.checkpoint.contents import engine_of
+from layerwise.checkpoint.disk import read_manifest, sync_folder, write_file
+from layerwise.checkpoint.loading import Loaded, load
+from layerwise.checkpoint.saving import PARTIAL, save
+from layerwise.comm.groups import Groups, derive_together, share
+from layerwise.errors import CheckpointError
+from layerwise.optim.optimizer import Optimizer
+
+LATEST = "latest"
+"""A file with the name of the last checkpoint, for people and scripts. Nobody here goes by it."""
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+class Checkpoints:
+    """Checkpoints of one run, `step_00000100` and so on, of which the last few are kept.
+
+    One that is there is whole: it gets its name when all of it is on disk. Deleting takes the name away first, and never the
+    last one that is whole.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3) -> None:
+        """`keep` is how many stay, None for all of them."""
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise ValueError(f"keep must be a number of checkpoints, 1 or more, or None for all, got {keep!r}.")
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint."""
+        return sorted(found(self.folder))
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def save(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """`layerwise.save` under the name of a step; older ones than are to be kept go. Call it on every rank. A step of which
+        there is a checkpoint already is left as it is."""
+        groups, path = engine_of(model, optimizer).groups, self.path_of(step)
+        if not _first_says(groups, path.exists()):
+            save(path, model, optimizer, extra=extra)
+        derive_together(groups, "checkpoints", lambda: self._tidy(path) if groups.rank == 0 else None, lambda _: {})
+        return path
+
+    def load(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        rename: Mapping[str, str] | None = None,
+        missing: Sequence[str] = (),
+        unused: Sequence[str] = (),
+        reset: Sequence[str] = (),
+    ) -> Loaded | None:
+        """`layerwise.load` of a step, or of the last one that there is; None where there is none. Call it on every rank."""
+        groups = engine_of(model, optimizer).groups
+        steps = self.steps()
+        last = _first_says(groups, steps[-1] if steps else None)
+        if step is None and last is None:
+            return None
+        return load(
+            self.path_of(last if step is None else step),
+            model,
+            optimizer,
+            extra=extra,
+            rename=rename,
+            missing=missing,
+            unused=unused,
+            reset=reset,
+        )
+
+    def _tidy(self, newest: Path) -> None:
+        """Say which is the last, and let go of the oldest, once it is certain that the newest is whole."""
+        pointer = self.folder / f".{LATEST}{PARTIAL}"
+        pointer.unlink(missing_ok=True)
+        write_file(pointer, f"{newest.name}\n".encode())
+        os.rename(pointer, self.folder / LATEST)
+        sync_folder(self.folder)
+        for path in _left_behind(self.folder):
+            shutil.rmtree(path)
+        if self.keep is None:
+            return
+        _check_sizes(newest)
+        older = [path for path in found(self.folder).values() if path != newest]
+        for path in sorted(older)[: max(0, len(older) + 1 - self.keep)]:
+            going = path.with_name(path.name + PARTIAL)
+            os.rename(
+                path, going
+            )  # whoever is killed in the middle of this leaves nothing that looks like a checkpoint
+            sync_folder(self.folder)
+            shutil.rmtree(going)
+
+
+def found(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by step."""
+    if not folder.is_dir():
+        return {}
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in matches if match is not None and path.is_dir()}
+
+
+def _left_behind(folder: Path) -> list[Path]:
+    """What those who were killed have not finished, writing or deleting."""
+    return [
+        path
+        for path in folder.iterdir()
+        if path.name.endswith(PARTIAL) and _NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_dir()
+    ]
+
+
+def _check_sizes(path: Path) -> None:
+    for name, facts in read_manifest(path).files.items():
+        nbytes = (path / name).stat().st_size
+        if nbytes != facts.nbytes:
+            raise CheckpointError(
+                f"{path / name} has {nbytes} bytes, expected {facts.nbytes}: older checkpoints are kept."
+            )
+
+
+def _first_says(groups: Groups, value: Any) -> Any:
+    """The first rank's word: folders that ranks share may look different to each for a while."""
+    return share(groups, lambda: {"value": value})[0]["value"]

@@ -1,0 +1,293 @@
+"""Loading: the checkpoint is checked whole, then held against the model, and only then is anything written. Every rank reads what it
+owns, whoever wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.checkpoint.bare import BareModule
+from layerwise.checkpoint.contents import Contents, engine_of
+from layerwise.checkpoint.disk import damage_of, read_manifest
+from layerwise.checkpoint.files import Reader, bytes_of
+from layerwise.checkpoint.fitting import Names, Policy, Read, fit
+from layerwise.checkpoint.manifest import Manifest
+from layerwise.checkpoint.plain import from_plain, number
+from layerwise.checkpoint.rates import rates_of
+from layerwise.checkpoint.saving import EXTRA, RNG
+from layerwise.comm.groups import Groups, derive_together, share
+from layerwise.engine.engine import Engine
+from layerwise.errors import CheckpointError, listed
+from layerwise.kernels.hashing import hash_bits
+from layerwise.models.tracing import never_traced
+from layerwise.optim.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint brought beside tensors."""
+
+    step: int
+    """Steps that were taken when it was saved."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What was put beside it."""
+    same_generators: bool = True
+    """Whether random number generators go on where they were: on another number of ranks they do not."""
+
+
+@never_traced
+@torch.no_grad()
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
+    missing: Sequence[str] = (),
+    unused: Sequence[str] = (),
+    reset: Sequence[str] = (),
+    verify: bool = True,
+) -> Loaded:
+    """Go on from a checkpoint, on any number of ranks, in any layout, however the model is cut. Call it on every rank.
+
+    All files are checked before anything is written, and everything that does not fit the model is named at once. Options (lr,
+    decay ...) of the optimizer as it is count, not those that it was saved with; where a scheduler of torch is at work the place
+    that it had reached is taken over.
+
+    Args:
+        path: the folder that `save` made.
+        model: as for `save`.
+        optimizer: as for `save`. None loads weights alone, and then the model may be any module, also one that torch has cut.
+        extra: objects with a `load_state_dict()` that go on from what `save` was given under the same name.
+        rename: from names of params in the checkpoint, or what they begin with, to names in the model.
+        missing: globs of params and buffers that the checkpoint may not have, or not in their shape; they stay as they are.
+        unused: globs of params and buffers that only the checkpoint has.
+        reset: globs of params whose optimizer state starts anew; "loss_scale" where only one side has one.
+        verify: read every file once more to see that it is as it was written.
+    """
+    contents: Contents | BareModule
+    if optimizer is None and model is not None and not isinstance(getattr(model, "engine", None), Engine):
+        contents = BareModule.of(model)
+    else:
+        contents = Contents(engine_of(model, optimizer), optimizer)
+    groups, folder = contents.groups, Path(path)
+    policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
+    manifest = derive_together(
+        groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": found.digest}
+    )
+    if isinstance(contents, Contents):
+        contents.make_ready()
+    elsewhere = _names_elsewhere(contents)
+    # What does not fit is known from the manifest, before all files are read.
+    reads = derive_together(groups, "checkpoints", lambda: fit(contents, manifest, policy, elsewhere), lambda _: {})
+    if verify:
+        check_files(groups, folder, manifest)
+    names = Names(manifest, policy)
+    beside = derive_together(
+        groups, "checkpoints", lambda: _beside(contents, folder, manifest, names, extra), lambda _: {}
+    )
+    with Reader(folder, manifest) as reader, _replacing(contents, manifest.step, beside.scale):
+        _write(groups, reader, reads)
+    if isinstance(contents, Contents):
+        with nullcontext() if optimizer is None else optimizer.stepper.moving_masters("loading"):
+            check_published(contents.engine)
+    beside.take(optimizer, extra or {})
+    return Loaded(manifest.step, beside.values, beside.generators is not None)
+
+
+def check_files(groups: Groups, folder: Path, manifest: Manifest) -> None:
+    """Raise, on every rank, if a file is not as it was written. Ranks share the reading."""
+    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
+    mine = names[groups.rank :: groups.world]
+    found: list[Any] = share(
+        groups,
+        lambda: {
+            "damage": [text for name in mine if (text := damage_of(folder, name, manifest.files[name])) is not None]
+        },
+    )
+    damage = [text for theirs in found for text in theirs["damage"]]
+    if damage:
+        raise CheckpointError(f"{folder} is damaged: {listed(damage)}. Nothing was loaded.")
+
+
+def _names_elsewhere(contents: Contents | BareModule) -> set[str]:
+    """What the other pipeline stages have, for who wants to know what nobody has."""
+    groups = contents.groups
+    if len(groups.stages) == 1:
+        return set()
+    told: list[Any] = share(groups, lambda: {"names": sorted({**contents.facts(), **contents.constant_shapes()})})
+    return {name for theirs in told for name in theirs["names"]}
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What is taken over beside masters and state. All of it is looked at before anything is written."""
+
+    values: dict[str, Any]
+    """What `extra` was."""
+    states: dict[str, Any]
+    """Those of objects that go on from it."""
+    scale: dict[str, float] | None
+    """The loss scale."""
+    rates: dict[str, float]
+    """Where a schedule was, by param group."""
+    generators: dict[str, Tensor] | None
+    """Where this rank's random number generators were, by device; None on another number of ranks."""
+
+    def take(self, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
+        """Have everything go on from it."""
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rates.get(group["name"], group["lr"])
+            for kind, state in (self.generators or {}).items():
+                if kind == "cpu":
+                    torch.set_rng_state(state)
+                else:
+                    torch.cuda.set_rng_state(state, optimizer.engine.storage.device)
+        for name, state in self.states.items():
+            extra[name].load_state_dict(state)
+
+
+def _beside(
+    contents: Contents | BareModule, folder: Path, manifest: Manifest, names: Names, extra: Mapping[str, Any] | None
+) -> _Beside:
+    about = manifest.about
+    with Reader(folder, manifest) as reader:
+        named: set[str] = set()
+
+        def tensor_of(key: str) -> Tensor:
+            # Once each: who names one a million times means to fill the memory.
+            if key not in manifest.entries or key in named:
+                raise ValueError(f"tensor {key[:80]!r} is not there, or named twice")
+            named.add(key)
+            return reader.whole(key)
+
+        try:
+            values = _expect(from_plain(about.get(EXTRA, {}), tensor_of), dict)
+            scale = _scale_of(about.get("loss_scale"))
+            options = _expect(from_plain(about.get("options", []), _no_tensor), list)
+            rates: dict[str, float] = {}
+            generators: dict[str, Tensor] | None = {}
+            if isinstance(contents, Contents) and contents.optimizer is not None:
+                rates = rates_of(contents, options, names)
+                generators = _generators_of(contents.engine, reader, manifest)
+        except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise CheckpointError(f"{folder}: what it has beside tensors of the model is malformed: {what}.") from None
+    lacking = sorted(set(extra or {}) - set(values))
+    if lacking:
+        raise CheckpointError(f"the checkpoint has no extra {listed(lacking)}: it has {listed(sorted(values))}.")
+    for name, taker in (extra or {}).items():
+        if not callable(getattr(taker, "load_state_dict", None)):
+            raise TypeError(
+                f"extra[{name!r}] is a {type(taker).__name__}: expected an object with load_state_dict(). Plain values are in what "
+                "load() returns."
+            )
+    states = {name: values.pop(name) for name in extra or {}}
+    return _Beside(values, states, scale, rates, generators)
+
+
+def _expect(value: object, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected a {kind.__name__}, found a {type(value).__name__}")
+    return value
+
+
+def _scale_of(saved: object) -> dict[str, float] | None:
+    if saved is None:
+        return None
+    scale = {name: number(value) for name, value in _expect(saved, dict).items()}
+    if set(scale) != {"scale", "good_steps", "bad_steps"} or min(scale.values()) < 0 or not scale["scale"]:
+        raise ValueError("it has another loss scale than there is")
+    return scale
+
+
+def _no_tensor(key: str) -> Tensor:
+    raise ValueError(f"an option is the tensor {key[:80]!r}")
+
+
+def _generators_of(engine: Engine, reader: Reader, manifest: Manifest) -> dict[str, Tensor] | None:
+    """Where the generators of this rank were, if there were as many ranks."""
+    groups, device = engine.groups, engine.storage.device
+    if manifest.about.get("world") != groups.world:
+        return None
+    found = {}
+    for kind in dict.fromkeys(("cpu", device.type)):
+        key = f"{RNG}.{groups.rank}.{kind}"
+        if key in manifest.entries:
+            found[kind] = reader.whole(key)
+            torch.Generator(kind).set_state(found[kind])  # raises, unless it is one
+    return found
+
+
+@contextmanager
+def _replacing(contents: Contents | BareModule, step: int, scale: Mapping[str, float] | None) -> Iterator[None]:
+    """In here weights, masters and state are written; then what forward reads follows."""
+    if contents.optimizer is not None:
+        with contents.optimizer.replacing_state(step, scale):
+            yield
+        return
+    if isinstance(contents, Contents):
+        contents.engine.publisher.ensure_all()
+    yield
+    if isinstance(contents, Contents):
+        contents.engine.publisher.begin()
+
+
+def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:
+    def read_all() -> None:
+        for key, part in reads:
+            if key is None:
+                part.tensor.zero_()
+            else:
+                reader.read(key, part.box, part.tensor)
+
+    derive_together(groups, "checkpoints", read_all, lambda _: {})
+
+
+def _same_bits(one: Tensor, two: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+
+
+def _sum(flat: Tensor) -> object:
+    """A number that tells tensors apart; on the host one that is read off memory."""
+    return zlib.crc32(bytes_of(flat)) if flat.device.type == "cpu" else hash_bits(flat).tolist()
+
+
+def check_published(engine: Engine) -> None:
+    """Raise, on every rank, unless what every rank reads in forward is what the masters of its owners round to."""
+    engine.publisher.ensure_all()
+    place = engine.groups.place
+
+    def mine() -> dict[str, object]:
+        for shard in engine.storage.shards:
+            if shard.is_apart and not _same_bits(shard.master.to(shard.weight.dtype), shard.weight):
+                raise CheckpointError(
+                    f"{shard.plan.label} has weights that its masters do not round to, after loading."
+                )
+        replicas = engine.storage.replicas
+        held = (
+            [(f"{replica.plan.domain} {replica.plan.label}", replica.weights) for replica in replicas]
+            if replicas
+            else [(f"{shard.plan.label} {shard.spans}", shard.weight) for shard in engine.storage.shards]
+        )
+        # As one number for each set of params: ranks that have the same have the same number.
+        names = hashlib.sha256(repr([place, *(label for label, _ in held)]).encode()).hexdigest()
+        return {names: repr([_sum(weights) for _, weights in held])}
+
+    told: dict[str, tuple[int, object]] = {}
+    for rank, theirs in enumerate(share(engine.groups, mine)):
+        for names, digest in theirs.items():
+            first, other = told.setdefault(names, (rank, digest))
+            if other != digest:
+                raise CheckpointError(f"ranks {first} and {rank} have different weights after loading.")

@@ -1,0 +1,58 @@
+"""Where schedules were. A schedule's place is state, its base rate an option: rates that a scheduler (or the user) has changed
+are taken over. Param groups go by their params, since what they are called depends on the order of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layerwise.checkpoint.contents import Contents
+from layerwise.checkpoint.fitting import Names
+from layerwise.checkpoint.plain import number, to_plain
+from layerwise.errors import warn
+
+_GIVEN = "given_lr"
+"""The lr that a group began with."""
+_INITIAL = "initial_lr"
+"""The base rate of torch's schedulers, which is there where one is at work."""
+
+
+def options_of(contents: Contents) -> dict[str, Any]:
+    """The options of every param group that this rank has, and its params. Pipeline stages may have different groups under
+    one name."""
+    optimizer, found = contents.optimizer, dict[str, Any]()
+    for group in [] if optimizer is None else optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "fqns"}
+        options["params"] = [contents.name_of(fqn) for fqn in group["fqns"]]
+        options[_GIVEN] = contents.given_rates[group["name"]]
+        found[f"{contents.groups.stage} {group['name']}"] = to_plain(options, "param_groups", {})
+    return found
+
+
+def rates_of(contents: Contents, saved: Sequence[Mapping[str, Any]], names: Names) -> dict[str, float]:
+    """The rate that every param group goes on with, by its name; those that nothing is known of are left out."""
+    optimizer, found = contents.optimizer, dict[str, float]()
+    group_of = {name: group for group in saved for name in group["params"]}
+    for group in [] if optimizer is None else optimizer.param_groups:
+        theirs = (group_of.get(names.theirs(contents.name_of(fqn))) for fqn in group["fqns"])
+        base = group.get(_INITIAL, contents.given_rates[group["name"]])
+        rates = {_rate(one, base, _INITIAL in group) for one in theirs if one is not None} - {None}
+        if len(rates) > 1:
+            warn(
+                f"param group {group['name']!r} has params that were at different places of their schedules when they were saved: it "
+                f"begins with lr={group['lr']:g}."
+            )
+        elif rates:
+            found[group["name"]] = number(rates.pop())
+    return found
+
+
+def _rate(saved: Mapping[str, Any], base: float, has_schedule: bool) -> float | None:
+    """What a saved rate is for a base rate, in proportion where that is another now. With a scheduler on one side alone there is
+    nothing to go on."""
+    if (_INITIAL in saved) != has_schedule:
+        return None
+    rate, before = number(saved["lr"]), number(saved.get(_INITIAL, saved[_GIVEN]))
+    if before == base:
+        return rate
+    return rate * base / before if before else None

@@ -1,0 +1,233 @@
+"""Saving: every rank writes its share of the tensors into a folder that nobody takes for a checkpoint yet; the first rank says
+what is in it, and gives it its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import layerwise
+from layerwise.checkpoint import torch_format
+from layerwise.checkpoint.contents import Contents, Part, engine_of
+from layerwise.checkpoint.disk import sync_folder, write_file
+from layerwise.checkpoint.files import DataFile
+from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
+from layerwise.checkpoint.plain import to_plain
+from layerwise.checkpoint.rates import options_of
+from layerwise.comm.groups import Groups, derive_together
+from layerwise.errors import CheckpointError
+from layerwise.models.tracing import never_traced
+from layerwise.optim.optimizer import Optimizer
+from layerwise.routing.geometry import Box
+
+PARTIAL = ".partial"
+"""How the name of a folder ends that is being written, or was when somebody was killed."""
+EXTRA, RNG = "extra", "rng"
+_MOST_NBYTES = 16 << 20
+"""Bytes of the largest item: as much memory as one tensor at a time takes on its way to disk."""
+
+
+class Written(NamedTuple):
+    """What one rank has written."""
+
+    entries: dict[str, Entry]
+    files: dict[str, FileFacts]
+
+
+@never_traced
+@torch.no_grad()
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint: weights, masters, optimizer state, step, options, random number generators, and what is in `extra`.
+    Call it on every rank, with a path in a folder that all of them share.
+
+    A folder of that name is there when all of it is on disk, and not before. A path that is taken is refused.
+
+    Args:
+        path: the folder to make.
+        model: the `DataParallel`, or the model that the optimizer was built with.
+        optimizer: its optimizer. None writes weights alone.
+        extra: what else belongs to it, by name: plain values and tensors, the same on every rank, or objects with a
+            `state_dict()`, such as a scheduler.
+    """
+    engine = engine_of(model, optimizer)
+    contents = Contents(engine, optimizer)
+    groups, target = engine.groups, Path(path)
+    if optimizer is not None:
+        optimizer.bring_up_to_date()
+    else:
+        engine.publisher.ensure_all()
+    partial = target.with_name(target.name + PARTIAL)
+    beside: dict[str, Tensor] = {}
+    # Of what is beside tensors the first rank's is written, which must be everybody's.
+    about = derive_together(
+        groups, "extra values", lambda: _about(contents, extra, beside), lambda about: {EXTRA: about[EXTRA]}
+    )
+    _together(groups, lambda: _begin(groups, target, partial))
+    _together(groups, lambda: _write_share(contents, partial, beside if groups.rank == 0 else {}))
+    _together(groups, lambda: _finish(about, groups.world, partial, target) if groups.rank == 0 else None)
+
+
+def _together(groups: Groups, do: Callable[[], None]) -> None:
+    """Done by all ranks; an error of one is an error of all, and nobody goes on before all are done."""
+    derive_together(groups, "checkpoints", do, lambda _: {})
+
+
+def _begin(groups: Groups, target: Path, partial: Path) -> None:
+    """Make room, on the first rank."""
+    if os.path.lexists(target):
+        raise CheckpointError(
+            f"{target} is there already: expected a new name. A checkpoint is never written over another, since neither would be whole "
+            "if it were cut short. Save every step under a name of its own; layerwise.Checkpoints does."
+        )
+    if groups.rank == 0:
+        if partial.exists():
+            shutil.rmtree(partial)  # of somebody who was killed
+        partial.mkdir(parents=True)
+
+
+def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str, Tensor]) -> dict[str, Any]:
+    """What is said beside tensors; those that `extra` has go to `beside`."""
+    engine, optimizer = contents.engine, contents.optimizer
+    scaler = None if optimizer is None else optimizer.stepper.scaler
+    given = {
+        name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+        for name, value in (extra or {}).items()
+    }
+    nowhere: dict[str, Tensor] = {}
+    return {
+        "step": engine.count.steps,
+        "world": engine.groups.world,
+        "layout": engine.plan.layout_label,
+        "plan": engine.plan.digest,
+        "layerwise": layerwise.__version__,
+        "torch": str(torch.__version__),
+        "loss_scale": None if scaler is None else to_plain(scaler.state_dict(), "loss_scale", nowhere),
+        "has_optimizer": optimizer is not None,
+        EXTRA: to_plain(given, EXTRA, beside),
+    }
+
+
+def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]) -> None:
+    """This rank's data file, and what is in it, for the first rank to read."""
+    groups = contents.engine.groups
+    if not partial.is_dir():
+        raise CheckpointError(
+            f"{partial} is not there on rank {groups.rank}, and rank 0 has made it: expected a path in a folder that all ranks share."
+        )
+    written = write_parts(_parts(contents, beside), partial / f"__{groups.rank}_0.distcp")
+    facts = {
+        "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
+        "params": {name: tuple(said) for name, said in contents.facts().items()},
+        "options": options_of(contents),
+    }
+    write_file(partial / _share_name(groups.rank), json.dumps(facts).encode())
+
+
+def _share_name(rank: int) -> str:
+    return f"share_{rank}.json"
+
+
+def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
+    """What this rank writes."""
+    yield from (part for part in contents.parts() if part.is_mine)
+    groups, device = contents.engine.groups, contents.engine.storage.device
+    own = {f"{RNG}.{groups.rank}.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        own[f"{RNG}.{groups.rank}.cuda"] = torch.cuda.get_rng_state(device)
+    for key, tensor in {**own, **beside}.items():
+        shape = tuple(tensor.shape)
+        yield Part(key, shape, Box((0,) * len(shape), shape), tensor, True)
+
+
+def write_parts(parts: Iterator[Part], path: Path) -> Written:
+    """Write parts of tensors into a data file."""
+    file = DataFile(path)
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    try:
+        for part in parts:
+            kinds[part.key] = part.shape, part.dtype
+            for box, tensor in _pieces(part.box, part.tensor):
+                chunks.setdefault(part.key, []).append(Chunk(box, path.name, *file.add(tensor)))
+        entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
+        return Written(entries, {path.name: file.close()})
+    except BaseException:
+        file.drop()
+        raise
+
+
+def _pieces(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """A box in parts that are not too large."""
+    if tensor.nbytes <= _MOST_NBYTES:
+        yield box, tensor
+        return
+    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    size = tensor.shape[dim]
+    length = max(1, size * _MOST_NBYTES // tensor.nbytes)
+    for start in range(0, size, length):
+        stop = min(start + length, size)
+        first = box.starts[dim]
+        part = Box(
+            (*box.starts[:dim], first + start, *box.starts[dim + 1 :]),
+            (*box.stops[:dim], first + stop, *box.stops[dim + 1 :]),
+        )
+        yield from _pieces(part, tensor.narrow(dim, start, stop - start))
+
+
+def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -> None:
+    """Put together what ranks have written, make sure that nothing is missing, and give it its name."""
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    files: dict[str, FileFacts] = {}
+    params: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for rank in range(world):
+        share = partial / _share_name(rank)
+        facts = json.loads(share.read_bytes())
+        theirs = Manifest.from_body(facts["manifest"], str(share))
+        for key, entry in theirs.entries.items():
+            shape, dtype = kinds.setdefault(key, (entry.shape, entry.dtype))
+            if (shape, dtype) != (entry.shape, entry.dtype):
+                raise CheckpointError(
+                    f"{key!r} is {shape} {dtype} on some ranks and {entry.shape} {entry.dtype} on others: two params have one "
+                    "name. Name them apart; those of a pipeline stage by their number in the model."
+                )
+            chunks.setdefault(key, []).extend(entry.chunks)
+        files.update(theirs.files)
+        params.update(facts["params"])
+        options = {**facts["options"], **options}
+        share.unlink()
+    entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
+    told = {**about, "params": params, "options": list(options.values())}
+    commit(Manifest(entries, files, told), partial, target)
+
+
+def commit(manifest: Manifest, partial: Path, target: Path) -> None:
+    """Say what is in a folder whose data files are on disk, and give it its name."""
+    metadata = torch_format.metadata_bytes(manifest.entries)
+    files = {**manifest.files, torch_format.FILE_NAME: write_file(partial / torch_format.FILE_NAME, metadata)}
+    manifest = Manifest(manifest.entries, files, manifest.about)
+    manifest.check("what ranks have written")
+    text = manifest.to_bytes()
+    if len(text) > (most := most_nbytes(sum(facts.nbytes for facts in files.values()))):
+        raise CheckpointError(
+            f"{partial / FILE_NAME} would have {len(text)} bytes, expected {most} at most: what is in extra is too much for plain "
+            "values. Put it into tensors."
+        )
+    write_file(partial / FILE_NAME, text)
+    sync_folder(partial)
+    os.rename(partial, target)
+    sync_folder(target.parent)

@@ -1,0 +1,123 @@
+"""For who calls torch.distributed.checkpoint themselves: the same tensors under the same names, as something that it can save and
+load. Flat shards are no tensors that it knows, so it needs the two planners here.
+
+    state = layerwise.TrainState(model, optimizer)
+    dcp.save({"train": state}, checkpoint_id=path, planner=layerwise.SavePlanner())
+    dcp.load({"train": state}, checkpoint_id=path, planner=layerwise.LoadPlanner())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from layerwise.checkpoint.contents import Contents, Part, engine_of
+from layerwise.checkpoint.loading import check_published
+from layerwise.optim.optimizer import Optimizer
+
+_STEP = "layerwise.step"
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What this rank has of one tensor."""
+
+    parts: tuple[Part, ...]
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.parts[0].shape)
+
+    def at(self, offset: torch.Size | None) -> Tensor:
+        return next(part.tensor for part in self.parts if torch.Size(part.box.starts) == offset)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(part) for part in self.parts]
+
+    def write_items(self, key: str) -> list[WriteItem]:
+        """Of what several ranks have, one writes."""
+        return [
+            WriteItem(
+                index=MetadataIndex(key, part.box.starts),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    _chunk(part), TensorProperties.create_from_tensor(part.tensor), torch.Size(part.shape)
+                ),
+            )
+            for part in self.parts
+            if part.is_mine
+        ]
+
+
+def _chunk(part: Part) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(part.box.starts), torch.Size(part.box.shape))
+
+
+class TrainState:
+    """A model and its optimizer as an object that torch.distributed.checkpoint saves and loads, with the planners of this
+    module. Loading writes into the live tensors, as it does for any other object: `layerwise.load` checks files first."""
+
+    def __init__(self, model: nn.Module | None, optimizer: Optimizer) -> None:
+        self._contents = Contents(engine_of(model, optimizer), optimizer)
+        self._optimizer = optimizer
+        self._step = torch.zeros((), dtype=torch.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has of every tensor. Call it on every rank."""
+        self._optimizer.bring_up_to_date()
+        self._contents.make_ready()
+        self._step.fill_(self._contents.engine.count.steps)
+        found: dict[str, list[Part]] = {}
+        for part in self._contents.parts():
+            found.setdefault(part.key, []).append(part)
+        return {_STEP: self._step, **{key: Boxes(tuple(parts)) for key, parts in found.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """What was loaded is there already; weights follow masters now, on every rank."""
+        optimizer = self._optimizer
+        scaler = optimizer.stepper.scaler
+        with optimizer.replacing_state(int(self._step), None if scaler is None else scaler.state_dict()):
+            pass
+        check_published(self._contents.engine)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """torch's own, which also knows shards that are no tensors."""
+
+    def create_local_plan(self) -> SavePlan:
+        everything = self.state_dict
+        boxes = {key: value for key, value in everything.items() if isinstance(value, Boxes)}
+        self.state_dict = {key: value for key, value in everything.items() if key not in boxes}
+        plan = super().create_local_plan()
+        self.state_dict = everything
+        self.plan = replace(
+            plan, items=[*plan.items, *(item for key, own in boxes.items() for item in own.write_items(key))]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        own = self.state_dict[index.fqn]
+        return own.at(index.offset) if isinstance(own, Boxes) else super().lookup_object(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """torch's own, which also knows shards that are no tensors."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        flat, _ = flatten_state_dict(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)  # which forgets what it does not know
+        self.state_dict.update({key: value for key, value in flat.items() if isinstance(value, Boxes)})
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        own = self.state_dict[index.fqn]
+        return own.at(index.offset) if isinstance(own, Boxes) else super().lookup_tensor(index)

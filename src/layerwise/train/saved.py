@@ -1,0 +1,79 @@
+"""The checkpoints of a training run: how far it was, and how another run of the same command goes on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import nn
+
+import layerwise
+from layerwise.comm import joining
+from layerwise.config.load import dump_json
+from layerwise.config.schema import TrainConfig
+from layerwise.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    data: str
+    """What decides which sample comes when, in words."""
+    step: int = 0
+    """Steps taken, skipped ones too."""
+    samples: int = 0
+    """Samples read, over all ranks."""
+    first_val_bpb: float = math.nan
+    """Validation before the first step."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where a run's checkpoints are, and what goes into them."""
+
+    config: TrainConfig
+    model: nn.Module
+    optimizer: layerwise.Optimizer
+    checkpoints: layerwise.Checkpoints | None
+    """None where none are asked for."""
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        ranks: joining.Ranks,
+        model: nn.Module,
+        optimizer: layerwise.Optimizer,
+        folder: Path | None,
+    ) -> Saved:
+        """The first rank says in which folder."""
+        told = joining.from_first("" if folder is None else str(folder), ranks)
+        is_asked = bool(config.checkpoint.every and told)
+        return cls(
+            config, model, optimizer, layerwise.Checkpoints(told, keep=config.checkpoint.keep) if is_asked else None
+        )
+
+    def resume(self, start: Progress) -> Progress:
+        """Load the last checkpoint, and say how far its run was; the start, where there is none."""
+        found = None
+        if self.checkpoints is not None and self.config.checkpoint.resume:
+            found = self.checkpoints.load(self.model, self.optimizer)
+        if found is None:
+            return start
+        progress = Progress(**found.extra["progress"])
+        if progress.data != start.data:
+            what = (
+                f"the checkpoint is of a run on other samples ({progress.data}; here {start.data}): expected the same."
+            )
+            raise ConfigError([Problem("data", f"{what} Set checkpoint.resume=false to begin a new run.")])
+        return progress
+
+    def is_due(self, step: int) -> bool:
+        return self.checkpoints is not None and step % self.config.checkpoint.every == 0
+
+    def save(self, progress: Progress) -> None:
+        if self.checkpoints is not None:
+            extra = {"progress": asdict(progress), "config": dump_json(self.config)}
+            self.checkpoints.save(self.model, self.optimizer, step=progress.step, extra=extra)

@@ -28,7 +28,7 @@ DEFAULT_COHORT_NUMEL = 32 * 1024 * 1024
 """Elements that each rank has in flight per cohort, on average. 64 MiB in bf16: well past where links reach their
 bandwidth."""
 
-_STAYING_COHORT = 4
+_STAYING_COHORT = 8
 """How much larger a cohort is that goes nowhere. Nothing waits for a wire then, and large batches of one shape are what
 products are fast at: the memory of a step bounds them alone."""
 
@@ -251,25 +251,29 @@ def _cohorts(
     return cohorts
 
 
-def _staying_cohorts(stacks: Iterable[_Stack], most_numel: int) -> list[int]:
-    """The cohort of each matrix where every rank does everything: matrices of one shape together, in equal parts of at most
-    `most_numel` elements, and small parts of several shapes in one cohort."""
+def _staying_cohorts(stacks: Iterable[_Stack], cohort_numel: int) -> list[int]:
+    """The cohort of each matrix where every rank does everything: matrices of one shape together, in equal parts that are
+    larger than a cohort may be elsewhere, and small parts of several shapes in one cohort, as long as that is not larger
+    than there, or than the largest part."""
     by_shape: dict[Shape, list[int]] = defaultdict(list)
     matrices = [matrix for stack in stacks for matrix in stack.matrices]
     for position, matrix in enumerate(matrices):
         by_shape[matrix.rows, matrix.cols].append(position)
-    cohorts, cohort, filled = [0] * len(matrices), 0, 0
+    most_numel = _STAYING_COHORT * cohort_numel
+    parts: list[tuple[list[int], int]] = []
     for (rows, cols), positions in by_shape.items():
-        parts = max(1, -(-len(positions) * rows * cols // most_numel))
-        length = -(-len(positions) // parts)
+        length = -(-len(positions) // max(1, -(-len(positions) * rows * cols // most_numel)))
         for first in range(0, len(positions), length):
             part = positions[first : first + length]
-            numel = len(part) * rows * cols
-            if filled and filled + numel > most_numel:
-                cohort, filled = cohort + 1, 0
-            filled += numel
-            for position in part:
-                cohorts[position] = cohort
+            parts.append((part, len(part) * rows * cols))
+    bound = max(cohort_numel, *(numel for _, numel in parts), 0)
+    cohorts, cohort, filled = [0] * len(matrices), 0, 0
+    for part, numel in parts:
+        if filled and filled + numel > bound:
+            cohort, filled = cohort + 1, 0
+        filled += numel
+        for position in part:
+            cohorts[position] = cohort
     return cohorts
 
 
@@ -312,7 +316,7 @@ def plan_work(
     _nearest_of_equals(held_by_shape, home_by_key)
     place = _nearest_ranks(held_by_shape, home_by_key, before)
     if all(homes is not None and len(homes) == world for homes_of in given for homes in homes_of):
-        cohorts = _staying_cohorts(stacks, _STAYING_COHORT * cohort_numel)
+        cohorts = _staying_cohorts(stacks, cohort_numel)
     else:
         cohorts = _cohorts(stacks, given, world, cohort_numel)
     items: list[WorkItem] = []

@@ -10,12 +10,7 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.groups import (
-    ProcessGroup,
-    agree,
-    any_rank,
-    derive_together,
-)
+from layerwise.comm.groups import ProcessGroup, agree, any_rank, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip

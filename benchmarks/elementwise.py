@@ -100,6 +100,12 @@ def measure() -> dict[str, dict[str, Any]]:
             torch_momentum,
         ),
         (
+            "momentum into bf16",
+            14 * numel,
+            lambda: momentum_(grads.now[: len(SHAPES)], updates, wire, momentum=0.95, nesterov=True),
+            None,
+        ),
+        (
             "subtract, updates in bf16",
             10 * numel,
             lambda: subtract_scaled_(matrices, wire, factors),

@@ -27,7 +27,7 @@ from layerwise.kernels import newton_schulz
 from layerwise.kernels.facts import products_for
 from layerwise.kernels.newton_schulz import orthogonalize
 from layerwise.kernels.products import Products
-from layerwise.layout.cost import gram_segments, resolve_method
+from layerwise.layout.cost import fewest_flops, resolve_method
 
 RESULTS = Path(__file__).parent / "results" / "newton_schulz.json"
 SCHEDULE = coefficient_schedule("polar_express", 5)
@@ -76,12 +76,7 @@ def ceilings() -> dict[str, float]:
 
 
 def floor_ms(batch: int, rows: int, cols: int, tflops: float) -> float:
-    """The cheaper form: in short^3, a long product takes long / short and a symmetric one half of what it would."""
-    ratio = max(rows, cols) / min(rows, cols)
-    steps, segments = len(SCHEDULE), gram_segments(len(SCHEDULE))
-    standard = steps * (ratio / 2 + 1 / 2 + ratio)
-    gram = len(segments) * (ratio / 2 + ratio) + sum(4 * length - 3 for length in segments) / 2
-    return 2 * batch * min(rows, cols) ** 3 * min(standard, gram) / tflops / 1e9
+    return batch * fewest_flops(rows, cols, len(SCHEDULE)) / tflops / 1e9
 
 
 def with_torch_products(call: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,8 @@ import torch
 from torch import nn
 
 import layerwise
+from layerwise.cli import measuring
+from layerwise.cli.measuring import gpt_matrices
 from layerwise.kernels.facts import products_for
 
 RESULTS = Path(__file__).parent / "results" / "optimizer_step.json"
@@ -29,46 +29,15 @@ AS_TORCH_DOES = layerwise.RouteRule(pattern="*.qkv.weight", to="matrix", split="
 
 
 def build(width: int = WIDTH) -> nn.Module:
-    layers = [
-        nn.ModuleDict(
-            {
-                "qkv": nn.Linear(width, 3 * width, bias=False),
-                "out": nn.Linear(width, width, bias=False),
-                "up": nn.Linear(width, 4 * width, bias=False),
-                "down": nn.Linear(4 * width, width, bias=False),
-            }
-        )
-        for _ in range(LAYERS)
-    ]
-    return nn.ModuleList(layers).cuda()
+    return gpt_matrices(width, LAYERS, torch.device("cuda"))
 
 
 def median_ms(step: Callable[[], object], prepare: Callable[[], object]) -> float:
-    times = []
-    for repeat in range(REPEATS + 3):
-        prepare()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= 3:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    return measuring.median_ms(step, prepare, device=torch.device("cuda"), repeats=REPEATS)
 
 
 def host_ms(step: Callable[[], object], prepare: Callable[[], object] = lambda: None, repeats: int = 7) -> float:
-    """How long the host is busy with a step, the waiting for what it reads back included."""
-    times = []
-    for _ in range(repeats):
-        prepare()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - begin) * 1e3)
-    torch.cuda.synchronize()
-    return statistics.median(times)
+    return measuring.host_ms(step, prepare, device=torch.device("cuda"), repeats=repeats)
 
 
 def measure(make: Callable[[nn.Module], torch.optim.Optimizer], width: int = WIDTH) -> dict[str, float]:

@@ -76,13 +76,22 @@ def newton_schulz_accuracy(data: dict[str, Any]) -> str:
 
 def checkpoint(data: dict[str, Any]) -> str:
     return markdown(
-        ["ranks", "state, MiB", "bandwidth of saving over raw", "of loading", "bytes on disk over state", "extra memory, MiB (save, load)"],
+        [
+            "ranks",
+            "state, MiB",
+            "bandwidth of saving over a raw copy",
+            "of loading over that copy",
+            "of loading over a raw read",
+            "bytes on disk over state",
+            "extra MiB of saving, of loading",
+        ],
         [
             [
                 row["ranks"],
                 row["state_mib"],
                 row["save_over_raw"],
                 row["load_over_raw"],
+                row["load_over_raw_read"],
                 row["disk_over_state"],
                 f"{row['extra_mib']['save']}, {row['extra_mib']['load']}",
             ]
@@ -262,6 +271,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
+    "checkpoint": ("checkpoint", checkpoint),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "fsdp": ("fsdp", fsdp),

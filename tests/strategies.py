@@ -369,14 +369,14 @@ class Scattered:
         return next(ranks for start, _, ranks in self.pieces if start == span.start)
 
     def ranks_of(self, matrix: Matrix) -> Ranks:
-        return tuple(first for first, _, _ in self.holders(matrix))
+        return tuple(first for first, *_ in self.holders(matrix))
 
     def holders(self, matrix: Matrix) -> list[Held]:
         numels = [
             sum(matrix.numel_within(start, stop) for start, stop, ranks in self.pieces if rank in ranks)
             for rank in range(self.world)
         ]
-        return [(rank, rank + 1, numel) for rank, numel in enumerate(numels) if numel]
+        return [(rank, rank + 1, numel, 1) for rank, numel in enumerate(numels) if numel]
 
 
 def _scatter(rng: Random, index: int, spec: ParamSpec, world: int) -> Scattered:

@@ -53,7 +53,7 @@ def test_what_needs_no_torch_does_not_import_it(words: list[str], code: int) -> 
     assert done.stderr.strip().splitlines()[-1] == f"{code} []"
 
 
-@pytest.mark.parametrize("command", ["train", "inspect", "ckpt", "doctor"])
+@pytest.mark.parametrize("command", ["train", "inspect", "ckpt", "bench", "doctor"])
 def test_flags_are_pinned(command: str) -> None:
     """A new flag is a decision: when this fails on purpose, write the new list into the file."""
     help_text = layerwise(command, "--help").stdout

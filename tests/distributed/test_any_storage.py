@@ -85,7 +85,23 @@ class RoundRobin:
         return tuple(rank for rank in range(self.world) if self.held(matrix, rank))
 
     def holders(self, matrix: Matrix) -> list[Held]:
-        return [(rank, rank + 1, numel) for rank in range(self.world) if (numel := self.held(matrix, rank))]
+        return [(rank, rank + 1, numel, 1) for rank in range(self.world) if (numel := self.held(matrix, rank))]
+
+    @property
+    def most_spans(self) -> int:
+        return max(len(self.rows(rank)) for rank in range(self.world))
+
+    @property
+    def num_holders(self) -> int:
+        return sum(1 for rank in range(self.world) if self.rows(rank))
+
+    @property
+    def has_copies(self) -> bool:
+        return any(len(self.owners(row)) > 1 for row in range(self.shape[0]))
+
+    @property
+    def is_parted(self) -> bool:
+        return len({tuple(self.rows(rank)) for rank in range(self.world)} - {()}) > 1
 
     def to_json(self) -> dict[str, object]:
         return {"label": self.label, "world": self.world}

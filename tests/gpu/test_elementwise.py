@@ -50,6 +50,19 @@ def test_momentum(numel: int, nesterov: bool) -> None:
     check(found, [direction, moved], before)
 
 
+@WITH_ROUNDING
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_goes_elsewhere_rounded_once_and_leaves_the_gradient_alone(nesterov: bool) -> None:
+    grads, momenta = lists(6, 2)
+    given = [grad.clone() for grad in grads]
+    into = [torch.full_like(grad, 9.0, dtype=BF16) for grad in grads]
+    expected = [momentum_oracle(*pair, nesterov) for pair in zip(grads, momenta, strict=True)]
+    fused_momentum_(grads, momenta, into, momentum=0.9, nesterov=nesterov)
+    same_bits(grads, given)
+    same_bits(momenta, [state for _, state in expected])
+    same_bits(into, [direction.to(BF16) for direction, _ in expected])
+
+
 @pytest.mark.parametrize("numel", NUMELS)
 def test_adamw(numel: int) -> None:
     before = runs(numel, 4)
@@ -127,6 +140,15 @@ RULES = {
         2,
         lambda *given: fused_momentum_(*given, momentum=0.9, nesterov=True),
         lambda *given: momentum_oracle(*given, True),
+    ),
+    "nesterov elsewhere": (
+        3,
+        lambda *given: fused_momentum_(given[1], given[0], given[2], momentum=0.9, nesterov=True),
+        lambda state, grad, _: [
+            *momentum_oracle(grad, state, True)[::-1][:1],
+            grad,
+            momentum_oracle(grad, state, True)[0],
+        ],
     ),
     "plain momentum": (
         2,

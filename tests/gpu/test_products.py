@@ -102,7 +102,9 @@ def test_a_full_product_adds_and_scales(shape: tuple[int, int, int], dtype: torc
     found = full(left, right, tile=tile, alpha=0.5, addend=right, beta=3.0, scales=scales)
     product = left.double() @ right.double()
     assert_near(found, (0.5 * product + 3 * right.double()) * scales.double()[:, None, None], dtype=dtype)
-    assert_near(full(left, right, tile=tile, dtype=torch.float16), product, dtype=torch.float16)
+    out = triton_products.new_batch(*product.shape, torch.float16, product.device)
+    assert full(left, right, tile=tile, out=out) is out
+    assert_near(out, product, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.kernels.stats import count_zeros, group_sums, square_sums
-from layerwise.kernels.triton_stats import fused_square_sums, fused_zero_counts
+from layerwise.kernels.stats import add_totals, count_zeros, group_sums, square_sums
+from layerwise.kernels.triton_stats import fused_square_sums, fused_totals, fused_zero_counts
 from tests.gpu.lists import COUNTS, DEVICE, PLACES, Guarded, lengths, numbers, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -89,3 +89,32 @@ def test_sums_of_norm_groups_repeat_to_the_bit() -> None:
     first = group_sums(values, group_of, 4)
     assert all(torch.equal(group_sums(values, group_of, 4), first) for _ in range(200))
     assert torch.allclose(first.cpu(), group_sums(values.cpu(), group_of.cpu(), 4), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("count", [1, 511, 2000])
+def test_totals_of_groups_and_counts_of_what_is_not_finite_in_one_launch(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    sums = torch.randint(0, 1000, (count,), generator=generator).double()  # exact in any order
+    group_of = torch.randint(-1, 3, (count,), generator=generator)
+    place_of = torch.randint(0, 7, (count,), generator=generator)
+    for index, bad in enumerate((math.inf, math.nan, -math.inf)):
+        found = sums.clone().to(DEVICE)
+        found[index::97] = bad
+        vectors = [torch.zeros(13, dtype=torch.float64, device=DEVICE) for _ in range(2)]
+        for vector, add in zip(vectors, (fused_totals, in_several), strict=True):
+            add(found, group_of.to(DEVICE), place_of.to(DEVICE), vector[1:5], vector[5:12])
+        same_bits(vectors[:1], vectors[1:])
+        assert vectors[0][5:12].sum() == len(found[index::97])
+        first = vectors[0].clone()
+        for _ in range(3):
+            vectors[0].zero_()
+            fused_totals(found, group_of.to(DEVICE), place_of.to(DEVICE), vectors[0][1:5], vectors[0][5:12])
+            same_bits([vectors[0]], [first])
+
+
+def in_several(sums: Tensor, group_of: Tensor, place_of: Tensor, groups: Tensor, nonfinite: Tensor) -> None:
+    """As where there are no kernels of our own."""
+    found = [torch.zeros(len(part), dtype=torch.float64) for part in (groups, nonfinite)]
+    add_totals(sums.cpu(), group_of.cpu(), place_of.cpu(), groups=found[0], nonfinite=found[1])
+    groups.copy_(found[0])
+    nonfinite.copy_(found[1])

@@ -24,6 +24,7 @@ from layerwise.layout import storage
 from layerwise.layout.storage import BufferGroup
 from tests import arrangements, worlds
 from tests.arrangements import Arrangement
+from tests.mesh_zoo import Scene, Stage
 from tests.regressions.cases import Case, Mistake, arranged, compared, in_place_of, key_of
 
 # ------------------------------------------------------------------------------------------------ state
@@ -181,6 +182,11 @@ def own_groups(rank: int, world: int) -> list[str]:
     # The comparison itself asks all ranks whether to go on, over the default group; that is not the library.
     with _default_group_noted() as names, mock.patch.object(arrangements, "anywhere", bool):
         found = arranged(rank, world, Arrangement(pp=2, tied="embedding", steps=2))
+        stage = Stage(rank, Scene("ep x fsdp 2x2 dim 1", "mixture"))
+        for step in range(2):
+            stage.oracle.step([stage.deliver(step)])
+            stage.optimizer.step()
+        found += [f"rank {rank}: weight of {fqn} of a sharded model" for fqn in stage.differs()]
     return found + [f"a collective over the default group: {name}" for name in sorted(set(names))]
 
 

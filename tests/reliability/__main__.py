@@ -12,12 +12,15 @@ from importlib import import_module
 from typing import Any
 
 FIGURES = {
-    "corrupt": "S11: damaged checkpoints are refused, by the name of a file, and nothing is changed",
-    "hostile": "S12: checkpoints that mean harm run nothing, read nothing outside, take little, and are refused",
-    "dp_invariance": "S4: the same batch on any number of ranks, in any layout, gives the same bits",
-    "oracle_parity": "S5: shapes and worlds, 0 ulp from the single-process oracle",
+    "kill_sweep": "S1: kill -9 at any moment of a save loses no checkpoint and mixes none",
+    "resume_bitwise": "S2: a run that was stopped and gone on with is the run that was not, to the bit",
+    "reshard_matrix": "S3: what any number of ranks has saved, in any layout, any other loads to the bit",
+    "dp_invariance": "S4: the same batch on any number of ranks, in any layout and over any mesh, gives the same bits",
+    "oracle_parity": "S5: shapes, worlds and meshes, 0 ulp from the single-process oracle",
     "layout_props": "S6: properties of generated plans, up to 65,536 ranks",
     "comm_contract": "S7: collectives that differ between ranks are stopped before data moves",
+    "corrupt": "S11: damaged checkpoints are refused, by the name of a file, and nothing is changed",
+    "hostile": "S12: checkpoints that mean harm run nothing, read nothing outside, take little, and are refused",
     "nonfinite": "S13: inf and NaN on one rank skip the step on all, with nothing changed",
     "overlap_fuzz": "S14: gathers under whatever comes next, on late ranks, change no bit of it",
     "misuse": "S15: every wrong use has a typed error that names the object and the remedy",

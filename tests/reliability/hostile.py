@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from functools import partial
@@ -30,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import layerwise
+from layerwise.checkpoint.manifest import PIECE
 from layerwise.errors import CheckpointError
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome, tally
@@ -69,7 +71,7 @@ class Checkpoint:
     def put(self, name: str, text: bytes) -> None:
         """A file of any content, with the digest that belongs to it."""
         (self.folder / name).write_bytes(text)
-        self.body["files"][name] = [len(text), hashlib.sha256(text).hexdigest()]
+        self.body["files"][name] = [len(text), f"{zlib.crc32(text):08x}"]
 
     def seal(self) -> None:
         """Write the manifest, with its own digest."""
@@ -168,7 +170,7 @@ def _pickled_generator(bad: Checkpoint) -> None:
 
 
 def _elsewhere(bad: Checkpoint, name: str) -> None:
-    bad.body["files"][name] = [bad.secret.stat().st_size, hashlib.sha256(bad.secret.read_bytes()).hexdigest()]
+    bad.body["files"][name] = [bad.secret.stat().st_size, f"{zlib.crc32(bad.secret.read_bytes()):08x}"]
     bad.chunk()[2] = name
     bad.seal()
 
@@ -252,16 +254,21 @@ def _folder(bad: Checkpoint) -> None:
 # Sizes.
 
 
+def _hole_of(nbytes: int) -> list[Any]:
+    """What is said of a file that nobody has the time to read."""
+    return [nbytes, "0" * 8 * -(-nbytes // PIECE)]
+
+
 @sample("a file of which the manifest says that it is huge")
 def _huge_file(bad: Checkpoint) -> None:
-    bad.body["files"][DATA][0] = 1 << 50
+    bad.body["files"][DATA] = _hole_of(1 << 40)
     bad.seal()
 
 
 @sample("a data file that is a hole of a terabyte")
 def _hole(bad: Checkpoint) -> None:
     os.truncate(bad.folder / DATA, 1 << 40)
-    bad.body["files"][DATA][0] = 1 << 40
+    bad.body["files"][DATA] = _hole_of(1 << 40)
     bad.seal()
 
 
@@ -269,7 +276,7 @@ def _hole(bad: Checkpoint) -> None:
 def _huge_weight(bad: Checkpoint) -> None:
     size = (bad.folder / DATA).stat().st_size
     os.truncate(bad.folder / DATA, size + (1 << 40))
-    bad.body["files"][DATA][0] = size + (1 << 40)
+    bad.body["files"][DATA] = _hole_of(size + (1 << 40))
     bad.entry(WEIGHT)["shape"] = [1 << 19, 1 << 19]
     bad.chunk()[:] = [[0, 0], [1 << 19, 1 << 19], DATA, size, 1 << 40, size]
     bad.seal()

@@ -81,7 +81,7 @@ class BareModule:
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[Part]:
         shape, domain = tuple(tensor.shape), self.groups.domains[self.domain_of(name)]
-        box = self.placed.get(name, copied_on(domain.world)).boxes(shape, domain.world)[domain.rank]
+        box = self.placed.get(name, copied_on(domain.world)).box(shape, domain.rank)
         place, places = self._place(name)
         if places > 1 and shape:
             box = box.moved(place * shape[0])

@@ -6,7 +6,7 @@ that the manifest names. So torch reads the file with its own reader, and we rea
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
 import io
 import os
 import queue
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerwise.checkpoint.disk import opened
-from layerwise.checkpoint.manifest import ITEMSIZES, Chunk, Entry, FileFacts, Manifest
+from layerwise.checkpoint.disk import Sums, opened, read_into
+from layerwise.checkpoint.manifest import Chunk, Entry, FileFacts, Manifest
 from layerwise.errors import CheckpointError
 from layerwise.routing.geometry import Box, flat_index, row_major_strides
 
@@ -39,58 +39,50 @@ class Item(NamedTuple):
 
 
 class DataFile:
-    """A data file that is being written, hashed on the way by a thread of its own."""
+    """A data file that is being written, summed up on the way by a thread of its own."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._hash = hashlib.sha256()
-        self._pieces: queue.Queue[bytes | None] = queue.Queue(_BEHIND)
-        self._hashing = threading.Thread(target=self._hash_pieces, daemon=True)
-        self._hashing.start()
+        self._sums = Sums()
+        self._pieces: queue.Queue[bytes | memoryview | None] = queue.Queue(_BEHIND)
+        self._summing = threading.Thread(target=self._sum_pieces, daemon=True)
+        self._summing.start()
+        self._frames: dict[tuple[torch.Size, torch.dtype], _Frame] = {}
         self.nbytes = 0
 
-    def _hash_pieces(self) -> None:
+    def _sum_pieces(self) -> None:
         while (piece := self._pieces.get()) is not None:
-            self._hash.update(piece)
+            self._sums.add(piece)
 
-    def write(self, data: bytes) -> int:
-        """What torch.save() calls."""
-        data = bytes(data)
+    def add(self, tensor: Tensor) -> Item:
+        """Write a tensor, whose memory nobody changes before the file is closed."""
+        own = tensor.detach().cpu().contiguous()
+        key = own.shape, own.dtype
+        if key not in self._frames:
+            self._frames[key] = _Frame.of(own)
+        frame = self._frames[key]
+        self._write(bytes(-self.nbytes % _ALIGNMENT))
+        offset = self.nbytes
+        self._write(frame.head)
+        data = self.nbytes
+        self._write(bytes_of(own))
+        self._write(frame.tail)
+        return Item(offset, self.nbytes - offset, data)
+
+    def _write(self, data: bytes | memoryview) -> None:
         left = memoryview(data)
         while left:
             left = left[os.write(self._descriptor, left) :]
         self.nbytes += len(data)
         self._pieces.put(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """What torch.save() calls, too; files are brought to disk when they are closed."""
-
-    def add(self, tensor: Tensor) -> Item:
-        """Write a dense tensor in host memory."""
-        self.write(bytes(-self.nbytes % _ALIGNMENT))
-        offset = self.nbytes
-        torch.save(tensor, self)  # type: ignore[arg-type]
-        length = self.nbytes - offset
-        return Item(offset, length, offset + self._elements_at(offset, length))
-
-    def _elements_at(self, offset: int, length: int) -> int:
-        """Where in the item that was written last the elements begin. It is a zip file, whose records are not compressed."""
-        section = _Section(self._descriptor, offset, length)
-        with zipfile.ZipFile(section) as archive:
-            record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
-        section.seek(record.header_offset)
-        header = section.read(_HEADER)
-        name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
-        return record.header_offset + _HEADER + name + extra
 
     def close(self) -> FileFacts:
         """Everything is on disk when this returns."""
         self._pieces.put(None)
-        self._hashing.join()
         os.fsync(self._descriptor)
         os.close(self._descriptor)
-        return FileFacts(self.nbytes, self._hash.hexdigest())
+        self._summing.join()
+        return FileFacts(self.nbytes, self._sums.digits())
 
     def drop(self) -> None:
         """Let go of a file that nobody needs any more."""
@@ -98,30 +90,33 @@ class DataFile:
         os.close(self._descriptor)
 
 
-class _Section(io.RawIOBase):
-    """A part of an open file as a file, for whoever reads zip files."""
+class _Frame(NamedTuple):
+    """What torch.save() writes before and after the elements of a tensor. It is the same for all tensors of a shape: a zip file
+    whose records are not compressed, with a sum of the elements that torch.load() does not look at."""
 
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
+    head: bytes
+    tail: bytes
 
-    def seekable(self) -> bool:
-        return True
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Frame:
+        written = io.BytesIO()
+        torch.save(torch.zeros_like(tensor), written)
+        with zipfile.ZipFile(written) as archive:
+            record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
+        text = written.getbuffer()
+        header = text[record.header_offset : record.header_offset + _HEADER]
+        name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+        start = record.header_offset + _HEADER + name + extra
+        return cls(bytes(text[:start]), bytes(text[start + tensor.nbytes :]))
 
-    def readable(self) -> bool:
-        return True
 
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        found = os.pread(self._descriptor, left if size < 0 else min(size, left), self._offset + self._at)
-        self._at += len(found)
-        return found
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a dense tensor on the host, without numpy; holds the tensor."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 class Reader:
@@ -150,7 +145,7 @@ class Reader:
                     zip(common.shifted_from(box.starts).starts, common.shape, strict=True)
                 ):
                     target = target.narrow(dim, start, size)
-                target.copy_(self._part(entry, chunk, common))
+                self._read_part(entry, chunk, common, target)
                 found += common.numel
         if found != box.numel:
             raise CheckpointError(
@@ -164,26 +159,24 @@ class Reader:
         self.read(key, Box((0,) * len(entry.shape), entry.shape), found)
         return found
 
-    def _part(self, entry: Entry, chunk: Chunk, part: Box) -> Tensor:
-        """A part of a chunk, from the first of its rows to the last, as they lie in the file."""
-        itemsize, shape = ITEMSIZES[entry.dtype], chunk.box.shape
+    def _read_part(self, entry: Entry, chunk: Chunk, part: Box, target: Tensor) -> None:
+        """A part of a chunk, from the first of its rows to the last, as they lie in the file; straight to where they go if they lie
+        there alike."""
+        dtype, shape = getattr(torch, entry.dtype), chunk.box.shape
         inside = part.shifted_from(chunk.box.starts)
         first = flat_index(inside.starts, shape)
-        last = flat_index(tuple(stop - 1 for stop in inside.stops), shape)
-        numel = last - first + 1
-        raw = self._bytes(chunk.file, chunk.data + first * itemsize, numel * itemsize)
-        flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype))
-        return flat.as_strided(inside.shape, row_major_strides(shape))
+        numel = flat_index(tuple(stop - 1 for stop in inside.stops), shape) - first + 1
+        place = chunk.data + first * dtype.itemsize
+        if numel == part.numel and target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu":
+            self._fill(chunk.file, place, bytes_of(target))
+            return
+        raw = torch.empty(numel, dtype=dtype)
+        self._fill(chunk.file, place, bytes_of(raw))
+        target.copy_(raw.as_strided(inside.shape, row_major_strides(shape)))
 
-    def _bytes(self, name: str, offset: int, nbytes: int) -> bytearray:
+    def _fill(self, name: str, offset: int, target: memoryview) -> None:
         if name not in self._open:
             with opened(self._folder / name) as descriptor:
                 self._open[name] = os.dup(descriptor)
-        raw = bytearray(nbytes)
-        view, done = memoryview(raw), 0
-        while done < nbytes:
-            count = os.preadv(self._open[name], [view[done:]], offset + done)
-            if not count:
-                raise CheckpointError(f"{self._folder / name} ends before its time: it was changed while it was read.")
-            done += count
-        return raw
+        if read_into(self._open[name], offset, target) < len(target):
+            raise CheckpointError(f"{self._folder / name} ends before its time: it was changed while it was read.")

@@ -97,14 +97,14 @@ class Checkpoints:
         write_file(pointer, f"{newest.name}\n".encode())
         os.rename(pointer, self.folder / LATEST)
         sync_folder(self.folder)
+        for path in _left_behind(self.folder):
+            shutil.rmtree(path)
         if self.keep is None:
             return
         _check_sizes(newest)
         older = [path for path in found(self.folder).values() if path != newest]
         for path in sorted(older)[: max(0, len(older) + 1 - self.keep)]:
             going = path.with_name(path.name + PARTIAL)
-            if going.exists():
-                shutil.rmtree(going)
             os.rename(
                 path, going
             )  # whoever is killed in the middle of this leaves nothing that looks like a checkpoint
@@ -118,6 +118,15 @@ def found(folder: Path) -> dict[int, Path]:
         return {}
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in matches if match is not None and path.is_dir()}
+
+
+def _left_behind(folder: Path) -> list[Path]:
+    """What those who were killed have not finished, writing or deleting."""
+    return [
+        path
+        for path in folder.iterdir()
+        if path.name.endswith(PARTIAL) and _NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_dir()
+    ]
 
 
 def _check_sizes(path: Path) -> None:

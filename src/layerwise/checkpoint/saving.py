@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,12 +158,10 @@ def write_parts(parts: Iterator[Part], path: Path) -> Written:
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
     try:
-        with _unchecked_sums():
-            for part in parts:
-                kinds[part.key] = part.shape, part.dtype
-                for box, tensor in _pieces(part.box, part.tensor):
-                    item = file.add(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor))
-                    chunks.setdefault(part.key, []).append(Chunk(box, path.name, *item))
+        for part in parts:
+            kinds[part.key] = part.shape, part.dtype
+            for box, tensor in _pieces(part.box, part.tensor):
+                chunks.setdefault(part.key, []).append(Chunk(box, path.name, *file.add(tensor)))
         entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
         return Written(entries, {path.name: file.close()})
     except BaseException:
@@ -188,17 +185,6 @@ def _pieces(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
             (*box.stops[:dim], first + stop, *box.stops[dim + 1 :]),
         )
         yield from _pieces(part, tensor.narrow(dim, start, stop - start))
-
-
-@contextmanager
-def _unchecked_sums() -> Iterator[None]:
-    """Without the sums that torch.save() writes and torch.load() does not look at: files have better ones."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -> None:

@@ -3,7 +3,6 @@ out to who reads it by the model's own names."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from torch import Tensor
 import layerwise
 from layerwise.checkpoint.contents import MASTER, MODEL, STATE, ParamFacts, Part
 from layerwise.checkpoint.disk import opened
-from layerwise.checkpoint.files import Reader
+from layerwise.checkpoint.files import Reader, bytes_of
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.saving import PARTIAL, commit, write_parts
 from layerwise.errors import CheckpointError, listed
@@ -50,11 +49,6 @@ _KINDS = {
 """The state of torch.optim.Muon and AdamW: whose rule it is here, and its name. Both Muons keep a moving average."""
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a dense tensor, without numpy."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
 def export_weights(folder: Path, manifest: Manifest, target: Path, *, masters: bool) -> int:
     """Write all weights into one safetensors file, one tensor at a time; masters in their place, if asked for and there.
     Returns how many."""
@@ -84,7 +78,7 @@ def export_weights(folder: Path, manifest: Manifest, target: Path, *, masters: b
         file.write(len(text).to_bytes(8, "little") + text)
         for key in keys.values():
             whole = reader.whole(key)
-            file.write(_bytes_of(whole))
+            file.write(bytes_of(whole))
         file.flush()
         os.fsync(file.fileno())
     os.rename(partial, target)

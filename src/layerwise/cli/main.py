@@ -138,6 +138,20 @@ class PlanCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchCommand:
+    """Measure Newton-Schulz (ns) or a whole optimizer step (step) on this machine, beside what the machine could do."""
+
+    what: Annotated[Literal["ns", "step"], tyro.conf.Positional]
+    """ns: batches of matrices alone. step: ours and torch's optimizers over the matrices of a GPT."""
+    width: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of that GPT. None: 1024 on a GPU, 64 without one."""
+    layers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Its layers. None: 24 on a GPU, 2 without one."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorCommand:
     """Report versions, devices and optional parts, and let two ranks train one step together."""
 
@@ -169,6 +183,7 @@ Command = (
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[CkptCommand, tyro.conf.subcommand("ckpt")]
+    | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[DoctorCommand, tyro.conf.subcommand("doctor")]
 )
 
@@ -195,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     overrides, rest = split_overrides(words)
     # No argument: show what there is to choose from.
-    command: TrainCommand | PlanCommand | InspectCommand | CkptCommand | DoctorCommand = tyro.cli(
+    command: TrainCommand | PlanCommand | InspectCommand | CkptCommand | BenchCommand | DoctorCommand = tyro.cli(
         Command, prog="layerwise", description=_DESCRIPTION, args=rest or ["--help"]
     )
     match command:
@@ -203,7 +218,7 @@ def _dispatch(words: list[str]) -> int:
             return _train(command, overrides, words)
         case InspectCommand():
             return _inspect(command, overrides)
-        case PlanCommand() | CkptCommand() | DoctorCommand() if overrides:
+        case PlanCommand() | CkptCommand() | BenchCommand() | DoctorCommand() if overrides:
             name = type(command).__name__.removesuffix("Command").lower()
             complain(f"{name} takes no settings, got {overrides[0].flag}.")
             return BAD_INPUT
@@ -211,6 +226,8 @@ def _dispatch(words: list[str]) -> int:
             return _plan(command)
         case CkptCommand():
             return _ckpt(command)
+        case BenchCommand():
+            return _bench(command)
         case DoctorCommand():
             return _doctor(command)
 
@@ -297,6 +314,18 @@ def _ckpt(command: CkptCommand) -> int:
         as_json=command.json,
     )
     return ckpt.run(request)
+
+
+def _bench(command: BenchCommand) -> int:
+    for name, value in (("--width", command.width), ("--layers", command.layers)):
+        if value is not None and value < 1:
+            complain(f"{name} must be 1 or more, got {value}.")
+            return BAD_INPUT
+    from layerwise.cli import bench
+
+    return bench.run(
+        bench.BenchRequest(what=command.what, width=command.width, layers=command.layers, as_json=command.json)
+    )
 
 
 def _doctor(command: DoctorCommand) -> int:

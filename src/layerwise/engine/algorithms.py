@@ -31,6 +31,8 @@ class Runs:
     masters: list[Tensor]
     grads: list[Tensor]  # averaged and clipped; may be overwritten
     states: Mapping[str, list[Tensor]]
+    into: list[Tensor] | None = None
+    """Where what is to be orthogonalised goes, in the dtype that it is rounded to there; None: to where gradients are."""
 
 
 class ElementwiseAlgorithm(Protocol):
@@ -62,10 +64,11 @@ class _Muon:
     """Momentum on shards, Newton-Schulz at home. The relatives below add to what happens at home."""
 
     def prepare_(self, runs: Runs, options: LiveOptions) -> None:
-        """Leave in `grads` what is to be orthogonalised."""
+        """Leave in `into`, or in `grads`, what is to be orthogonalised."""
         momentum_(
             runs.grads,
             runs.states["momentum"],
+            runs.into,
             momentum=number(options, "momentum"),
             nesterov=bool(options["nesterov"]),
         )
@@ -74,7 +77,7 @@ class _Muon:
         self, update_BMN: Tensor, options: LiveOptions, state: Mapping[str, Tensor], recorder: Recorder
     ) -> Tensor:
         """The orthogonalised update, in the dtype it travels in. Rounding to that dtype comes first in every layout,
-        also where nothing travels."""
+        also where nothing travels. The memory of `update_BMN` is used up."""
         wire = _wire_dtype(options)
         return self._at_home(update_BMN.to(wire), options, state, recorder).to(wire)
 

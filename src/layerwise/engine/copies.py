@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -67,17 +68,8 @@ def _in_shards(storage: Storage, domain: str, communicator: Communicator) -> str
     if not shards or communicator.world == 1:
         return ""
     me = communicator.rank
-    places = [
-        [
-            {span[:-1]: number for number, span in enumerate(shard.plan.spans(rank))}
-            for rank in range(communicator.world)
-        ]
-        for shard in shards
-    ]
-    first_slot, total = [], 0
-    for by_rank in places:
-        first_slot.append(total)
-        total += max(map(len, by_rank))
+    most_spans = {own.index: own.most_spans for own in storage.plan.own}
+    *first_slot, total = accumulate((most_spans[shard.plan.index] for shard in shards), initial=0)
     numbers = torch.zeros(total, 3, dtype=torch.int64, device=storage.device)
     for shard, slot in zip(shards, first_slot, strict=True):
         for number, span in enumerate(shard.spans):
@@ -86,10 +78,11 @@ def _in_shards(storage: Storage, domain: str, communicator: Communicator) -> str
             numbers[slot + number, 2] = norm.view(torch.int64)
     rows = communicator.gather_numbers(numbers.flatten(), label="copies").cpu().view(communicator.world, total, 3)
     norms = rows[..., 2].contiguous().view(torch.float64)
-    for shard, by_rank, slot in zip(shards, places, first_slot, strict=True):
+    for shard, slot in zip(shards, first_slot, strict=True):
         for number, span in enumerate(shard.spans):
             first = shard.plan.copies(span, me)[0]
-            mine, theirs = (me, slot + number), (first, slot + by_rank[first][span[:-1]])
+            there = [other[:-1] for other in shard.plan.spans_of(span.fqn, first)].index(span[:-1])
+            mine, theirs = (me, slot + number), (first, slot + there)
             who = f"on rank {me} of domain {domain!r} than on rank {first}, which hold copies of the same part of it"
             if not torch.equal(rows[mine][:2], rows[theirs][:2]):
                 return f"param {span.fqn!r} has other values {who}: {_ADVICE}"

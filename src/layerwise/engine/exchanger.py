@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -59,13 +60,19 @@ class _HomeRegion(NamedTuple):
     """Where a region of a matrix lies in the batches of its home."""
 
     batch: int
+    position: int
+    """Of its matrix in the batch."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    is_whole: bool
+    """All of the matrix, as one stretch."""
 
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        whole = tensors[self.batch]
-        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+    def of(self, batch: Tensor, flat: Sequence[Tensor]) -> Tensor:
+        """A view of its batch, of which `flat` has the matrices, each as one stretch."""
+        if self.is_whole:  # nearly always
+            return flat[self.position]
+        return batch.as_strided(self.shape, self.strides, batch.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
@@ -115,12 +122,21 @@ class Cohort:
         }
         table = self._table
         self.staying, self.returning = self._owned(table.stays), self._owned(table.back.receives)
-        self._staying, self._leaving = (
-            UpdateParts(((one.shard, one.region) for one in owned), region_of, stay=stay)
-            for owned in (self.staying, self._owned(table.there.sends))
-        )
         # Homes get fresh tensors in every step: of those, only where in them things lie.
         self._kept = self._home_regions(table.stays)
+        sent = {parcel.item for parcel in table.there.sends}
+        is_direct = [
+            parcel.item not in sent and region.is_stretch for parcel in table.stays for region in parcel.regions
+        ]
+        self.direct = list(compress(self.staying, is_direct))
+        """What stays here, goes nowhere else and is a stretch: momentum leaves it in the batches by itself."""
+        self._direct = list(compress(self._kept, is_direct))
+        copied = [one for one, direct in zip(self.staying, is_direct, strict=True) if not direct]
+        self._copied = [one for one, direct in zip(self._kept, is_direct, strict=True) if not direct]
+        self._copied_from, self._leaving = (
+            UpdateParts(((one.shard, one.region) for one in owned), region_of, stay=stay)
+            for owned in (copied, self._owned(table.there.sends))
+        )
         self._arriving = self._home_regions(table.there.receives)
         self._departing = self._home_regions(table.back.sends)
         self._device = next(iter(shards.values())).master.device
@@ -149,16 +165,21 @@ class Cohort:
         return self._move(self._there, self._leaving.now(), self._table.there)
 
     def unpack(self, passage: Passage) -> list[Tensor]:
-        """The batches, (B, rows, cols) each, from what arrived and from what was here already."""
+        """The batches, (B, rows, cols) each, from what arrived and from what was here already; but for what is `direct`."""
         received = passage.handle.wait()
         tensors = [
             torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
             for batch in self.batches
         ]
-        copy_all_(_in_batches(self._kept, tensors), self._staying.now())
-        _scatter(received, _in_batches(self._arriving, tensors))
+        copy_all_(_in_batches(self._copied, tensors), self._copied_from.now())
+        if self._arriving:
+            _scatter(received, _in_batches(self._arriving, tensors))
         passage.release()
         return tensors
+
+    def directly(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """Where every region in `direct` goes, as one stretch."""
+        return [view if view.dim() == 1 else view.view(-1) for view in _in_batches(self._direct, batches)]
 
     def send_back(self, directions: Sequence[Tensor]) -> Passage:
         """Start what became of the batches on its way back to the shards of other ranks."""
@@ -170,7 +191,8 @@ class Cohort:
 
     def returned(self, passage: Passage) -> list[Tensor]:
         """What became of every region in `returning`, where it arrived: until the passage is released."""
-        return _laid_out(passage.handle.wait(), [region.master for region in self.returning])
+        arrived = passage.handle.wait()
+        return _laid_out(arrived, [region.master for region in self.returning]) if self.returning else []
 
     def _move(self, op: CommOp | None, leaving: Sequence[Tensor], leg: Leg) -> Passage:
         if op is None:  # no rank has anything to send
@@ -199,8 +221,12 @@ class Cohort:
         for parcel in parcels:
             matrix = self._work_plan.items[parcel.item].matrix
             batch, position = self._place[parcel.item]
-            for shape, _, (offset, strides) in parcel.regions:
-                found.append(_HomeRegion(batch, shape, strides, position * matrix.numel + offset))
+            for region in parcel.regions:
+                offset, strides = region.in_matrix
+                is_whole = len(region.shape) == 1 and region.shape[0] == matrix.numel and region.is_stretch
+                found.append(
+                    _HomeRegion(batch, position, region.shape, strides, position * matrix.numel + offset, is_whole)
+                )
         return found
 
 
@@ -215,7 +241,10 @@ def _laid_out(message: Tensor, regions: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _in_batches(regions: Sequence[_HomeRegion], tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [region.of(tensors) for region in regions]
+    if not regions:
+        return []
+    flat = [tensor.flatten(1).unbind() for tensor in tensors]
+    return [region.of(tensors[region.batch], flat[region.batch]) for region in regions]
 
 
 def _batches(work: WorkPlan, table: Exchange, group_of: Mapping[str, int]) -> tuple[Batch, ...]:

@@ -5,15 +5,17 @@ Whoever brings them leaves, in each shard's update, sums that become averages by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from itertools import repeat
+from operator import attrgetter
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from layerwise.comm.sharded import Elsewhere, is_sharded, local_of, on_one_mesh
-from layerwise.memory.hooked import grad_of, grads_of, take_grad
+from layerwise.memory.hooked import drop_grad, grad_of, grads_of
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
 
@@ -150,23 +152,34 @@ class OwnGradients(_GivenGradients):
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
         self._shards = [(fqn, shard) for shard in storage.shards for fqn in shard.plan.fqns]
+        self._own = [self._params[fqn] for fqn, _ in self._shards]
+        self._cut = {fqn for fqn, param in self._params.items() if is_sharded(param)}
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)
         self._shard_of = dict(self._shards)
         self._bound: list[str] = []
         self._seen: set[int] = set()
         self._elsewhere: dict[str, Elsewhere] = {}
-        self._looked: dict[str, _Found] = {}
+        self._looked: list[_Found] = []
+        self._plain: list[Tensor] | None = None
 
     def check(self) -> None:
-        self._looked = {fqn: self._look(fqn) for fqn, _ in self._shards}  # `finish` comes next, and need not look again
-        for found in self._looked.values():
+        # `finish` comes next, and need not look again.
+        self._plain = None if self._cut else _all_flat(list(grads_of(self._own)))
+        if self._plain is not None:
+            return
+        self._looked = self._look_at_all()
+        for found in self._looked:
             if found.problem is not None:
                 raise found.problem
+
+    def _look_at_all(self) -> list[_Found]:
+        grads = grads_of(self._own)
+        return [self._look(fqn, grad) for (fqn, _), grad in zip(self._shards, grads, strict=True)]
 
     def _place_of(self, fqn: str, param: Tensor, grad: Tensor) -> Elsewhere | None:
         """Where a gradient is, if not where its param is; raises unless it is as it must be."""
         refuse_sparse(fqn, grad)
-        if not is_sharded(param):
+        if fqn not in self._cut:
             return None
         if not is_sharded(grad):
             raise TypeError(
@@ -194,9 +207,14 @@ class OwnGradients(_GivenGradients):
     def finish(self) -> frozenset[str]:
         missing, late = set(), set()
         self._bound, self._seen = [], set()
-        looked, self._looked = self._looked, {}
-        for fqn, shard in self._shards:
-            grad, place, _ = looked.get(fqn) or self._look(fqn)
+        plain, self._plain = self._plain, None
+        if plain is not None:
+            for (_, shard), update in zip(self._shards, plain, strict=True):
+                shard.update = update
+            self._bound = [fqn for fqn, _ in self._shards]
+            return frozenset()
+        looked, self._looked = self._looked or self._look_at_all(), []
+        for (fqn, shard), (grad, place, _) in zip(self._shards, looked, strict=True):
             if fqn in self._elsewhere:
                 grad = self._bring(fqn, grad)
             elif place is not None:
@@ -212,11 +230,11 @@ class OwnGradients(_GivenGradients):
         self.late = frozenset(late)
         return frozenset(missing)
 
-    def _look(self, fqn: str) -> _Found:
-        param = self._params[fqn]
-        grad = grad_of(param)
+    def _look(self, fqn: str, grad: Tensor | None) -> _Found:
+        if grad is None or (not grad.is_sparse and fqn not in self._cut):  # nearly always
+            return _Found(grad, None)
         try:
-            return _Found(grad, None if grad is None else self._place_of(fqn, param, grad))
+            return _Found(grad, self._place_of(fqn, self._params[fqn], grad))
         except (TypeError, ValueError) as problem:
             return _Found(None, None, problem)
 
@@ -227,15 +245,17 @@ class OwnGradients(_GivenGradients):
 
     def _bind(self, shard: Shard, grad: Tensor) -> None:
         """Have a shard's update be a gradient."""
-        shard.update = _flat(grad)
-        if shard.update.data_ptr() in self._seen and shard.update.numel():
-            shard.update = shard.update.clone()  # one tensor as the gradient of two params
-        self._seen.add(shard.update.data_ptr())
+        update = _flat(grad)
+        address = update.data_ptr()
+        if address in self._seen and update.numel():
+            update = update.clone()  # one tensor as the gradient of two params
+        self._seen.add(address)
+        shard.update = update
 
     @torch.no_grad()
     def reduce_again(self, fqns: Iterable[str]) -> None:
         for fqn in sorted(fqns):
-            grad, place, _ = self._look(fqn)
+            grad, place, _ = self._look(fqn, grad_of(self._params[fqn]))
             if grad is not None and place is not None:
                 self._elsewhere[fqn] = place
                 self._bind(self._shard_of[fqn], place.brought(self._params[fqn], grad))
@@ -244,8 +264,8 @@ class OwnGradients(_GivenGradients):
     def forget(self) -> None:
         super().forget()
         for fqn in self._bound:
-            take_grad(self._params[fqn])
-        self._bound, self._looked = [], {}
+            drop_grad(self._params[fqn])
+        self._bound, self._looked, self._plain = [], [], None
         for _, shard in self._shards:
             shard.update = self._nothing
 
@@ -285,6 +305,26 @@ class CopiedGradients(_GivenGradients):
         return frozenset(self._params) - self.arrived
 
 
+_DTYPE: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_IS_SPARSE: Callable[[Tensor], bool] = attrgetter("is_sparse")
+_REQUIRES_GRAD: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+def _all_flat(grads: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """All gradients at once, in the order of their indices, without a step of Python for each; None unless all of them are
+    there and as they nearly always are: plain fp32 tensors, each with memory of its own."""
+    if set(map(type, grads)) != {Tensor}:
+        return None
+    found = cast("Sequence[Tensor]", grads)
+    if set(map(_DTYPE, found)) != {torch.float32} or any(map(_IS_SPARSE, found)) or any(map(_REQUIRES_GRAD, found)):
+        return None
+    if not all(map(Tensor.is_contiguous, found)) or len(set(map(Tensor.data_ptr, found))) < len(found):
+        return None
+    return list(map(Tensor.view, found, repeat(-1)))
+
+
 def _flat(grad: Tensor) -> Tensor:
     """A gradient in fp32, in the order of its indices; itself where it is that already."""
+    if grad.dtype is torch.float32 and grad.is_contiguous() and not grad.requires_grad:  # nearly always
+        return grad.view(-1)
     return grad.detach().to(torch.float32).contiguous().view(-1)

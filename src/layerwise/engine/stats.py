@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import accumulate, compress, count, pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.errors import did_you_mean
-from layerwise.kernels.stats import count_zeros, group_sums, square_sums
-from layerwise.layout.boxes import BoxShards
+from layerwise.kernels.stats import add_totals, count_zeros, square_sums
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
-from layerwise.layout.shards import speaks_for
+from layerwise.layout.shards import OwnShards, speaks_for
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
 from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
@@ -155,8 +155,24 @@ class _Parts(NamedTuple):
     squared_words: Tensor
     late: Tensor
     missing: Tensor
-    nonfinite: Tensor
     disagreeing: Tensor
+    nonfinite: Tensor
+
+
+class _Numbers(NamedTuple):
+    """The same, read back."""
+
+    groups: Sequence[float]
+    zeros: Sequence[float]
+    problems: Sequence[float]
+    scaled: Sequence[float]
+    unscaled: Sequence[float]
+    words: Sequence[float]
+    squared_words: Sequence[float]
+    late: Sequence[float]
+    missing: Sequence[float]
+    disagreeing: Sequence[float]
+    nonfinite: Sequence[float]
 
 
 class StatsPass:
@@ -196,13 +212,17 @@ class StatsPass:
             stages=len(groups.stages),
             ties=len(ties),
             params=len(self._entries),
-            parted=len(engine.plan.copied_in_parts),
+            parted=sum(len(shard.fqns) for shard in engine.plan.copied_in_parts),
         )
         self._groups = torch.tensor(
-            [group_position[group_of[span.fqn]] for _, span in pairs], dtype=torch.long, device=self._device
+            [
+                group_position[group_of[span.fqn]] if is_counted else -1
+                for (_, span), is_counted in zip(pairs, counts, strict=True)
+            ],
+            dtype=torch.long,
+            device=self._device,
         )
         self._updates = UpdateParts(((shard, span.part) for shard, span in pairs), stay=storage.keeps_updates)
-        self._counts = torch.tensor(counts, dtype=torch.bool, device=self._device)
         self._counted_updates = UpdateParts(
             ((shard, span.part) for (shard, span), is_counted in zip(pairs, counts, strict=True) if is_counted),
             stay=storage.keeps_updates,
@@ -214,16 +234,23 @@ class StatsPass:
                 for stage, fqn in self._entries
             ],
             dtype=torch.float64,
-        )
+        ).tolist()
         # Where ranks hold different experts under one name, one count is of several params.
         apart = {fqn for shard in engine.plan.own for fqn in shard.fqns if shard.world < engine.plan.world}
-        self._is_one = torch.tensor([fqn not in apart for _, fqn in self._entries], dtype=torch.bool)
+        self._is_one = [fqn not in apart for _, fqn in self._entries]
         # Those of which every holder has the same, so that their counts tell it all.
-        parted = {fqn for shard in engine.plan.own if len(shard.boxes.copies) > 1 for fqn in shard.fqns}
-        self._is_whole = torch.tensor([fqn not in parted for _, fqn in self._entries], dtype=torch.bool)
-        self._votes = {shard.fqn: _vote(shard, engine) for shard in engine.plan.copied_in_parts}
-        self._voted = torch.tensor([position[fqn] for fqn in self._votes], dtype=torch.long)
+        parted = {fqn for shard in engine.plan.own if shard.is_parted for fqn in shard.fqns}
+        self._is_whole = [fqn not in parted for _, fqn in self._entries]
+        self._votes = {fqn: _vote(shard, fqn, engine) for shard in engine.plan.copied_in_parts for fqn in shard.fqns}
+        self._voted = [position[fqn] for fqn in self._votes]
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
+        # Memory that the device reads and writes by itself: the host waits once, for what comes back.
+        self._known, self._found = (
+            torch.zeros(self.numel, dtype=torch.float64, pin_memory=self._device.type == "cuda") for _ in range(2)
+        )
+        self._known_parts = self._parts(self._known)
+        self._known_part = slice(self._sizes.groups + self._sizes.zeros, self.numel - self._sizes.nonfinite)
+        """What of the vector the host knows."""
 
     @property
     def numel(self) -> int:
@@ -234,130 +261,155 @@ class StatsPass:
     def op(self) -> CommOp:
         return stats_op(self.numel, self._communicator.world)
 
-    def reduce(self, mine: Seen, divisors: Divisors) -> Totals:
-        """One pass over sums of gradients, one all-reduce, one read-back.
+    def begin(self, divisors: Divisors) -> Tensor:
+        """One pass over sums of gradients; returns the vector with what they come to here, as far as it is under way.
 
         Norms are those of the sums, divided at the end: for gradients whose sums are exact the norm is too, on any number
         of ranks.
         """
-        # Written on the host and sent once, from memory that the device reads by itself: the host waits for nothing here.
-        known = torch.zeros(self.numel, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        parts = self._parts(known)
-        parts.problems.fill_(float(mine.has_problem))
-        parts.scaled[self._stage] = float(mine.is_scaled)
-        parts.unscaled[self._stage] = float(mine.is_unscaled)
-        parts.words.copy_(self._hashes(mine.settings, mine.tie_settings))
-        parts.squared_words.copy_(parts.words.square())
-        parts.late.copy_(self._flags(mine.late))
-        parts.missing.copy_(self._flags(mine.missing))
-        votes = [vote if fqn in mine.missing else 0 for fqn, vote in self._votes.items()]
-        parts.disagreeing.copy_(torch.tensor(votes, dtype=torch.float64))
-        vector = known.to(self._device, non_blocking=True)
+        sums = square_sums(self._updates.now()).to(self._device)
+        weights = self._weights(divisors)
+        if weights is not None:
+            sums *= weights
+        vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
         parts = self._parts(vector)
-        sums = square_sums(self._updates.now()).to(self._device) * self._weights(divisors)
-        parts.groups.copy_(group_sums(torch.where(self._counts, sums, 0.0), self._groups, len(self.names)))
+        add_totals(sums, self._groups, self._params, groups=parts.groups, nonfinite=parts.nonfinite)
         if self._zeros:
             parts.zeros.add_(count_zeros(self._counted_updates.now()))
-        # Counts are exact in any order.
-        parts.nonfinite.index_add_(0, self._params, (~torch.isfinite(sums)).double())
+        return vector
+
+    def reduce(self, vector: Tensor, mine: Seen, divisors: Divisors) -> Totals:
+        """One all-reduce of that and of what this rank has seen, and one read-back."""
+        self._known.zero_()
+        self._note(mine)
+        vector[self._known_part].copy_(self._known[self._known_part], non_blocking=True)
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._read(self._parts(vector.cpu()), divisors, mine.joint)
+        return self._read(self._came_back(vector), divisors, mine.joint)
+
+    def _note(self, mine: Seen) -> None:
+        """Write what is known to the host into the vector, which is zero; most of it is mostly zero."""
+        parts = self._known_parts
+        if mine.has_problem:
+            parts.problems.fill_(1.0)
+        if mine.is_scaled:
+            parts.scaled[self._stage] = 1.0
+        if mine.is_unscaled:
+            parts.unscaled[self._stage] = 1.0
+        self._note_hashes(mine.settings, mine.tie_settings)
+        for part, fqns in ((parts.late, mine.late), (parts.missing, mine.missing)):
+            if fqns:
+                part[[self._position[fqn] for fqn in fqns]] = 1.0
+        for index, (fqn, vote) in enumerate(self._votes.items()):
+            if fqn in mine.missing:
+                parts.disagreeing[index] = vote
+
+    def _came_back(self, vector: Tensor) -> _Numbers:
+        """The reduced vector on the host."""
+        if vector.is_cuda:
+            self._found.copy_(vector, non_blocking=True)
+            torch.cuda.current_stream(vector.device).synchronize()
+            vector = self._found
+        numbers = vector.tolist()
+        ends = list(accumulate(self._sizes, initial=0))
+        return _Numbers(*(numbers[first:stop] for first, stop in pairwise(ends)))
 
     def meet(self, settings: str) -> bool:
         """Send these settings and nothing else, where other ranks may be sending all of theirs; whether all are the same."""
-        vector = torch.zeros(self.numel, dtype=torch.float64)
-        parts = self._parts(vector)
-        parts.words.copy_(self._hashes(settings, {}))
-        parts.squared_words.copy_(parts.words.square())
-        vector = vector.to(self._device)
+        self._known.zero_()
+        self._note_hashes(settings, {})
+        vector = self._known.to(self._device, non_blocking=True, copy=True)
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._is_consistent(self._parts(vector.cpu()))
+        return self._is_consistent(self._came_back(vector))
 
-    def _weights(self, divisors: Divisors) -> Tensor | float:
-        """What brings squares of sums that have divisors of their own to the common one."""
+    def _weights(self, divisors: Divisors) -> Tensor | None:
+        """What brings squares of sums that have divisors of their own to the common one; None where there are none."""
         if set(divisors.by_shard.values()) <= {divisors.common}:
-            return 1.0
+            return None
         own = [divisors.common / divisors.by_shard[shard.plan.index] for shard, _ in self._pairs]
         return torch.tensor(own, dtype=torch.float64, device=self._device).square()
 
-    def _hashes(self, settings: str, tie_settings: Mapping[str, str]) -> Tensor:
+    def _note_hashes(self, settings: str, tie_settings: Mapping[str, str]) -> None:
         """Words of this rank's settings, at its stage's place and at those of its ties."""
-        words = torch.zeros(len(self._senders), HASH_WORDS, dtype=torch.float64)
-        words[self._stage] = torch.tensor(_words(settings), dtype=torch.float64)
-        for tie, text in tie_settings.items():
-            words[self._tie_position[tie]] = torch.tensor(_words(text), dtype=torch.float64)
-        return words.flatten()
-
-    def _flags(self, fqns: Collection[str]) -> Tensor:
-        """A one for each of these params of this stage."""
-        flags = torch.zeros(len(self._entries), dtype=torch.float64)
-        flags[[self._position[fqn] for fqn in fqns]] = 1.0
-        return flags
+        hashed = {self._stage: settings, **{self._tie_position[tie]: text for tie, text in tie_settings.items()}}
+        for position, text in hashed.items():
+            words = torch.tensor(_words(text), dtype=torch.float64)
+            part = slice(position * HASH_WORDS, (position + 1) * HASH_WORDS)
+            self._known_parts.words[part] = words
+            self._known_parts.squared_words[part] = words.square()
 
     def _parts(self, vector: Tensor) -> _Parts:
         return _Parts(*torch.split(vector, list(self._sizes)))
 
-    def _is_consistent(self, parts: _Parts) -> bool:
+    def _is_consistent(self, found: _Numbers) -> bool:
         # All senders of a word sent the same exactly if N * sum(w^2) == (sum w)^2, which every rank finds alike from
         # reduced values.
-        sizes = torch.tensor(self._senders, dtype=torch.float64).repeat_interleave(HASH_WORDS)
-        return bool((parts.squared_words * sizes == parts.words.square()).all())
+        senders = (sender for sender in self._senders for _ in range(HASH_WORDS))
+        return all(
+            squared * sender == word * word
+            for sender, word, squared in zip(senders, found.words, found.squared_words, strict=True)
+        )
 
-    def _read(self, parts: _Parts, divisors: Divisors, joint: Collection[str]) -> Totals:
+    def _read(self, found: _Numbers, divisors: Divisors, joint: Collection[str]) -> Totals:
         return Totals(
-            square_sums=dict(zip(self.names, parts.groups.tolist(), strict=True)),
-            num_zeros=int(parts.zeros) if self._zeros else None,
-            missing={self._name(entry): count for entry, count in self._counted(parts.missing).items()},
-            nonfinite=tuple(map(self._name, self._counted(parts.nonfinite))),
-            late=frozenset(self._counted(parts.late)),
-            nothing_arrived=torch.equal(parts.missing, self._everywhere),
+            square_sums=dict(zip(self.names, found.groups, strict=True)),
+            num_zeros=int(found.zeros[0]) if self._zeros else None,
+            missing={self._name(self._entries[index]): count for index, count in _counted(found.missing).items()},
+            nonfinite=tuple(self._name(self._entries[index]) for index in _counted(found.nonfinite)),
+            late=frozenset(self._entries[index] for index in _counted(found.late)),
+            nothing_arrived=found.missing == self._everywhere,
             disagreeing={
-                self._name(self._entries[index]): (int(parts.missing[index]), int(self._everywhere[index]))
-                for index in self._disagreeing(parts, joint)
+                self._name(self._entries[index]): (int(found.missing[index]), int(self._everywhere[index]))
+                for index in self._disagreeing(found, joint)
             },
-            consistent=self._is_consistent(parts),
-            problems=int(parts.problems),
-            scaled=tuple(map(int, parts.scaled.tolist())),
-            unscaled=tuple(map(int, parts.unscaled.tolist())),
+            consistent=self._is_consistent(found),
+            problems=int(found.problems[0]),
+            scaled=tuple(map(int, found.scaled)),
+            unscaled=tuple(map(int, found.unscaled)),
             divisors=divisors,
         )
 
-    def _disagreeing(self, parts: _Parts, joint: Collection[str]) -> list[int]:
+    def _disagreeing(self, found: _Numbers, joint: Collection[str]) -> list[int]:
         """Places of the params whose holders do not agree on whether there is a gradient, though they must."""
-        is_partial = (parts.missing > 0) & (parts.missing < self._everywhere)
-        if not is_partial.any():
+        partial = [index for index, count in _counted(found.missing).items() if count < self._everywhere[index]]
+        if not partial:
             return []
-        is_due = self._is_one & (self._is_whole | (parts.late > 0) | (self._flags(joint) > 0))
-        is_due[self._voted[parts.disagreeing != 0]] = True
-        found: list[int] = (is_partial & is_due).nonzero().flatten().tolist()
-        return found
-
-    def _counted(self, counts: Tensor) -> dict[tuple[int, str], int]:
-        """The params that were counted anywhere, and how often: few, so the others cost no work of the host's."""
-        found = counts.nonzero().flatten()
-        pairs = zip(found.tolist(), counts[found].tolist(), strict=True)
-        return {self._entries[index]: int(count) for index, count in pairs}
+        voted = {index for index, vote in zip(self._voted, found.disagreeing, strict=True) if vote != 0.0}
+        together = {self._position[fqn] for fqn in joint}
+        return [
+            index
+            for index in partial
+            if index in voted
+            or (self._is_one[index] and (self._is_whole[index] or found.late[index] > 0 or index in together))
+        ]
 
     def _name(self, entry: tuple[int, str]) -> str:
         stage, fqn = entry
         return fqn if len(self._stage_sizes) == 1 else f"{fqn} of stage {stage}"
 
 
+def _counted(counts: Sequence[float]) -> dict[int, int]:
+    """Places of the params that were counted anywhere, and how often: few, so the others cost no work of Python's."""
+    return {index: int(counts[index]) for index in compress(count(), counts)}
+
+
 def _holders(engine: Engine) -> dict[str, int]:
     """How many ranks of this stage hold any of each param that lies in memory of its own. Others come to all of them."""
-    return {shard.fqn: sum(shard.boxes.copies) * (engine.plan.world // shard.world) for shard in engine.plan.own}
+    return {
+        fqn: shard.num_holders * (engine.plan.world // shard.world) for shard in engine.plan.own for fqn in shard.fqns
+    }
 
 
-def _vote(shard: BoxShards, engine: Engine) -> int:
+def _vote(shard: OwnShards, fqn: str, engine: Engine) -> int:
     """What this rank adds to a param's number if it has no gradient of it. The first of the ranks with copies of a part
     outweighs all the others, so a part adds nothing exactly if all of them have a gradient or none has; and every part goes
     by a factor of its own, so that parts do not make up for each other."""
-    rank = engine.storage.ranks[shard.domain]
-    if not shard.shard_numel(rank):
-        return 0
-    ranks = shard.boxes.ranks_by_box[shard.boxes.by_rank[rank]]
-    factor = int.from_bytes(hashlib.sha256(f"{engine.groups.expert_place} {ranks[0]}".encode()).digest()[:4], "big") + 1
-    return factor * (1 - len(ranks) if rank == ranks[0] else 1)
+    rank, found = engine.storage.ranks[shard.domain], 0
+    for span in shard.spans_of(fqn, rank):
+        ranks = shard.copies(span, rank)
+        part = f"{engine.groups.expert_place} {span[:-1]}".encode()
+        factor = int.from_bytes(hashlib.sha256(part).digest()[:4], "big") + 1
+        found += factor * (1 - len(ranks) if rank == ranks[0] else 1)
+    return found
 
 
 def _is_first_copy(shard: Shard, engine: Engine) -> bool:

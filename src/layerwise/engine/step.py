@@ -124,13 +124,13 @@ class Stepper:
             logits_numel=self._clipper.numel if self._clipper is not None else 0,
         )
 
-    def step(self, live: Live) -> None:
-        """All phases, or none: a step that is skipped changes nothing."""
+    def step(self, ask: Callable[[], Live]) -> None:
+        """All phases, or none: a step that is skipped changes nothing. `ask` is for the options as they are."""
         engine = self._engine
         self._is_stepping = True
         try:
             # 1. Reduce, and 2. Stats.
-            totals = self.measure(live)
+            totals, live = self.measure(ask)
             self._changed.clear()
             policy = self._policy_now
             coefficients = policy.clip_coefficients(totals, self._stats_pass.names)
@@ -156,16 +156,23 @@ class Stepper:
             self.forget()
             self._is_stepping = False
 
-    def measure(self, live: Live) -> Totals:
-        """Finish the reductions and take the statistics; raises on every rank if any of them has a problem."""
+    def measure(self, ask: Callable[[], Live]) -> tuple[Totals, Live]:
+        """Finish the reductions and take the statistics; raises on every rank if any of them has a problem.
+
+        The pass over gradients is under way before anything else is looked at: a device has something to do meanwhile.
+        """
         engine = self._engine
         # Nobody may have read some weights since the last step. They are gathered now: masters are about to move.
         engine.publisher.ensure_all()
         self._changed |= engine.storage.pull_changed_params()
-        problem = self._preflight(live)
         gradients = engine.gradients
+        unfit = self._unfit_gradients()
         is_unscaled = self.scaler is not None and gradients.has_gradients and not gradients.said.is_scaled
         missing = gradients.finish()
+        divisors = self._divisors()
+        vector = self._stats_pass.begin(divisors)
+        live = ask()
+        problem = self._preflight(live) or unfit
         if not self._has_checked_replicas or engine.settings.check_replicas:
             # A bad start must not be spread: from now on shards of all ranks are one model.
             check_copies(engine.storage, engine.communicators, engine.groups)
@@ -181,28 +188,29 @@ class Stepper:
             is_scaled=gradients.said.is_scaled,
             is_unscaled=is_unscaled,
         )
-        divisors = self._divisors()
-        totals = self._stats_pass.reduce(seen, divisors)
+        totals = self._stats_pass.reduce(vector, seen, divisors)
         is_partial = gradients.are_reduced and bool(totals.disagreeing)  # then not all would take part
         if totals.late and totals.consistent and not is_partial:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
-            totals = self._stats_pass.reduce(replace(seen, late=gradients.late), divisors)
+            vector = self._stats_pass.begin(divisors)
+            totals = self._stats_pass.reduce(vector, replace(seen, late=gradients.late), divisors)
         self._check_agreement(totals, problem, settings, live)
         if gradients.are_copies and not totals.nonfinite:
             if not self._has_checked_gradients or engine.settings.check_replicas:
                 check_gradients(engine.storage.params, engine.everyone)
             self._has_checked_gradients = True
-        return totals
+        return totals, live
 
-    def clip_next_step(self, max_norm: float, live: Live) -> float:
+    def clip_next_step(self, max_norm: float, ask: Callable[[], Live]) -> float:
         """The norm of the gradients as they are, which the coming step is clipped by. What is asked for is a setting of
         that step, the same on every rank, and goes with the gradients."""
         if self._policy.clip == "none":
             raise ValueError("clip_grad_norm_() was called with clip='none': expected a scope to clip. Leave clip out.")
         replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
         self._engine.gradients.said.clip_norm = max_norm
-        return self._policy.clipped_norm(self.measure(live))
+        totals, _ = self.measure(ask)
+        return self._policy.clipped_norm(totals)
 
     def forget(self) -> None:
         """Gradients, and whatever was noted of them, are not wanted any more."""
@@ -279,11 +287,17 @@ class Stepper:
             self.refuse_half_way()
             engine.check_trainables()
             engine.storage.check_aliases()
-            if live.problem is not None:
-                return live.problem
-            engine.gradients.check()
+        except Exception as error:
+            return error
+        return live.problem
+
+    def _unfit_gradients(self) -> Exception | None:
+        """The same of gradients, before any of them is used."""
+        gradients = self._engine.gradients
+        try:
+            gradients.check()
             if self._clipper is not None:
-                self._clipper.check(engine.gradients.arrived)
+                self._clipper.check(gradients.arrived)
         except Exception as error:
             return error
         return None
@@ -302,6 +316,8 @@ class Stepper:
         """What was written into weights since the last step: the same on every rank, or shards would mix. Ranks hold
         different experts under one name, so of those only the name; and of a weight that somebody else has cut each writes
         its own part, or none."""
+        if not self._changed:
+            return {}
         storage, plan = self._engine.storage, self._engine.plan
         cut = {fqn for shard in plan.own for fqn in shard.fqns if shard.world > 1}
         return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.kernels.elementwise import decay_, subtract_scaled_
+from layerwise.kernels.lists import Kept
 from layerwise.kernels.recorded import Recorder
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
@@ -46,6 +48,27 @@ def _runs_of(shard: Shard, group_of: Mapping[str, int]) -> list[_Run]:
         else:
             runs.append(_Run(shard, group, span.shard_offset, stop))
     return runs
+
+
+def _pieces(run: _Run, taken: Iterable[slice]) -> Iterator[_Run]:
+    """What is left of a run without these parts of its shard."""
+    start = run.start
+    for part in sorted(taken, key=lambda part: part.start):
+        if start < part.start:
+            yield run._replace(start=start, stop=part.start)
+        start = part.stop
+    if start < run.stop:
+        yield run._replace(start=start)
+
+
+class _Direct(NamedTuple):
+    """What of a cohort momentum leaves in its batches, of one param group."""
+
+    group: int
+    runs: list[_Run]
+    states: Mapping[str, list[Tensor]]
+    places: list[int]
+    """Among all of the cohort that goes there."""
 
 
 class AtHome(NamedTuple):
@@ -84,12 +107,6 @@ class Update:
         self._allocate_state()
         runs = [run for shard in self._shards for run in _runs_of(shard, self._group_of)]
         self._runs = [[run for run in runs if run.group == index] for index in range(len(groups))]
-        # Masters and state stay where they are; updates may be other tensors in every step.
-        self._masters = [[run.of(run.shard.master) for run in members] for members in self._runs]
-        self._states = [
-            {name: [run.of(run.shard.state[name]) for run in members] for name in group.rule.state_names}
-            for group, members in zip(groups, self._runs, strict=True)
-        ]
         names = sorted(set(norm_group_of.values()))
         number_of = {fqn: names.index(name) for fqn, name in norm_group_of.items()}
         clipped = [run for shard in self._shards for run in _runs_of(shard, number_of)]
@@ -119,6 +136,16 @@ class Update:
             for work in self._works
         ]
         every = [cohort for cohorts in self._cohorts for cohort in cohorts]
+        # Masters and state stay where they are; updates may be other tensors in every step.
+        self._masters = [Kept(run.of(run.shard.master) for run in members) for members in self._runs]
+        self._staying, self._returning = (
+            {cohort: Kept(region.master for region in regions_of(cohort)) for cohort in every}
+            for regions_of in (attrgetter("staying"), attrgetter("returning"))
+        )
+        """Masters of what stays where it is in each cohort, and of what comes back."""
+        self._direct = {cohort: self._direct_of(cohort) for cohort in every}
+        self._left = self._left_over()
+        self._states = [self._states_of(index, members) for index, members in enumerate(self._left)]
         self._staying_factors = {cohort: self._factors_of(cohort.staying) for cohort in every}
         self._returning_factors = {cohort: self._factors_of(cohort.returning) for cohort in every}
         travelling = [[cohort for cohort in cohorts if cohort.travels] for cohorts in self._cohorts]
@@ -135,6 +162,40 @@ class Update:
             for cohort in cohorts
             for batch in cohort.batches
         }
+
+    def _states_of(self, group: int, runs: Iterable[_Run]) -> dict[str, list[Tensor]]:
+        names = self._groups[group].rule.state_names
+        return {name: Kept(run.of(run.shard.state[name]) for run in runs) for name in names}
+
+    def _direct_of(self, cohort: Cohort) -> list[_Direct]:
+        runs = [
+            _Run(one.shard, self._group_of[one.matrix.fqn], offset, offset + one.region.numel)
+            for one in cohort.direct
+            for offset in (one.region.in_shard.offset,)
+        ]
+        found = []
+        for group in sorted({run.group for run in runs}):
+            places = [place for place, run in enumerate(runs) if run.group == group]
+            own = [runs[place] for place in places]
+            found.append(_Direct(group, own, self._states_of(group, own), places))
+        return found
+
+    def _left_over(self) -> list[list[_Run]]:
+        """The runs of every param group without what goes to batches directly."""
+        taken: dict[Shard, list[slice]] = {}
+        for direct in (direct for found in self._direct.values() for direct in found):
+            for run in direct.runs:
+                taken.setdefault(run.shard, []).append(slice(run.start, run.stop))
+        return [
+            [
+                piece
+                for run in members
+                for piece in _pieces(
+                    run, [part for part in taken.get(run.shard, ()) if run.start <= part.start < run.stop]
+                )
+            ]
+            for members in self._runs
+        ]
 
     def _factors_of(self, regions: Sequence[OwnedRegion]) -> Factors:
         return Factors((self._group_of[region.matrix.fqn], region.matrix.logical_shape) for region in regions)
@@ -155,18 +216,15 @@ class Update:
         Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same
         rounding in every layout.
         """
-        by_divisor: dict[float, list[Tensor]] = {}
-        for shard in self._shards:
-            by_divisor.setdefault(divisors.by_shard[shard.plan.index], []).append(shard.update)
-        for divisor, updates in by_divisor.items():
-            if divisor != 1.0:
-                torch._foreach_div_(updates, divisor)
+        for divisor in set(divisors.by_shard.values()) - {1.0}:
+            updates = [shard.update for shard in self._shards if divisors.by_shard[shard.plan.index] == divisor]
+            torch._foreach_div_(updates, divisor)
         for name, parts in self._updates_by_norm_group.items():
             if coefficients[name] < 1.0:
                 torch._foreach_mul_(parts.now(), coefficients[name])
 
     def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
-        """What comes before a matrix is orthogonalised, element by element."""
+        """What comes before a matrix is orthogonalised, element by element; but for what can wait for its batch."""
         for index in self._matrix_groups:
             self._elementwise(index, options[index], step)
 
@@ -188,23 +246,31 @@ class Update:
     def _elementwise(self, index: int, live: LiveOptions, step: int) -> None:
         """Decay and the part of the rule that needs no whole matrix."""
         group = self._groups[index]
-        runs = Runs(
-            masters=self._masters[index],
-            grads=[run.of(run.shard.update) for run in self._runs[index]],
-            states=self._states[index],
-        )
+        masters, weight_decay = self._masters[index], number(live, "weight_decay")
         with scope(f"{group.rule.kind} element-wise"):
-            decay_(
-                runs.masters,
-                runs.grads,
-                lr=number(live, "lr"),
-                weight_decay=number(live, "weight_decay"),
-                mode=str(live["weight_decay_mode"]),
-            )
+            if weight_decay != 0.0:
+                grads = [run.of(run.shard.update) for run in self._runs[index]]
+                decay_(
+                    masters,
+                    grads,
+                    lr=number(live, "lr"),
+                    weight_decay=weight_decay,
+                    mode=str(live["weight_decay_mode"]),
+                )
+            grads = [run.of(run.shard.update) for run in self._left[index]]
+            runs = Runs(masters, grads, self._states[index])
             if group.rule.is_matrix_rule:
                 MATRIX[group.rule.kind].prepare_(runs, live)
             else:
                 ELEMENTWISE[group.rule.kind].update_(runs, live, step)
+
+    def _prepare_directly(self, cohort: Cohort, batches: Sequence[Tensor], options: Sequence[LiveOptions]) -> None:
+        """The same for what of a cohort is left in its batches at once."""
+        places = cohort.directly(batches)
+        for direct in self._direct[cohort]:
+            grads = [run.of(run.shard.update) for run in direct.runs]
+            runs = Runs([], grads, direct.states, [places[place] for place in direct.places])
+            MATRIX[self._groups[direct.group].rule.kind].prepare_(runs, options[direct.group])
 
     def _walk(self, cohorts: Sequence[Cohort], options: Sequence[LiveOptions], meanwhile: Callable[[], None]) -> None:
         """While one cohort is orthogonalised the next is on its way, and the one before is coming back. While the first is
@@ -219,6 +285,8 @@ class Update:
                 continue
             meanwhile()
             matrices = cohort.unpack(incoming.pop(number_))
+            with scope(f"momentum of {cohort.label}"):
+                self._prepare_directly(cohort, matrices, options)
             with scope(f"orthogonalise {cohort.label}"):
                 directions = []
                 for batch in cohort.batches:
@@ -229,7 +297,8 @@ class Update:
             with scope(f"return of {cohort.label}"):
                 returning[number_] = cohort.send_back(directions)
             with scope(f"update masters at home of {cohort.label}"):
-                self._subtract(cohort.staying, cohort.kept(directions), self._staying_factors[cohort], options)
+                factors = self._staying_factors[cohort].under(options)
+                subtract_scaled_(self._staying[cohort], cohort.kept(directions), factors)
             del directions
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
@@ -245,15 +314,8 @@ class Update:
         """What comes back is taken off the masters from where it arrived."""
         returned = cohort.returned(passage)
         with scope(f"update masters of {cohort.label}"):
-            self._subtract(cohort.returning, returned, self._returning_factors[cohort], options)
+            subtract_scaled_(self._returning[cohort], returned, self._returning_factors[cohort].under(options))
         passage.release()
-
-    @staticmethod
-    def _subtract(
-        regions: Sequence[OwnedRegion], directions: list[Tensor], factors: Factors, options: Sequence[LiveOptions]
-    ) -> None:
-        """Take directions off the masters this rank owns, each region with the factor of its matrix."""
-        subtract_scaled_([region.master for region in regions], directions, factors.under(options))
 
     def free(self) -> None:
         """Let go of memory that only a step needs."""

@@ -33,15 +33,17 @@ def decay_(masters: Tensors, grads: Tensors, *, lr: float, weight_decay: float, 
             raise ValueError(f"weight_decay_mode must be decoupled, independent or coupled, got {mode!r}.")
 
 
-def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bool) -> None:
-    """`M = mu*M + (1-mu)*G`; leaves in `grads` what is to be orthogonalised: `(1-mu)*G + mu*M` with nesterov, else
-    M."""
+def momentum_(
+    grads: Tensors, momenta: Tensors, into: Tensors | None = None, *, momentum: float, nesterov: bool
+) -> None:
+    """`M = mu*M + (1-mu)*G`; leaves in `into` what is to be orthogonalised: `(1-mu)*G + mu*M` with nesterov, else M,
+    rounded to the dtype there. That is in `grads`, if nothing else is said; else those may hold anything afterwards."""
     if not grads:
         return
     if has_own_kernels(grads[0].device):
         from layerwise.kernels.triton_elementwise import fused_momentum_
 
-        fused_momentum_(grads, momenta, momentum=momentum, nesterov=nesterov)
+        fused_momentum_(grads, momenta, into, momentum=momentum, nesterov=nesterov)
         return
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, grads, alpha=1.0 - momentum)
@@ -50,6 +52,8 @@ def momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bo
         torch._foreach_add_(grads, momenta, alpha=momentum)
     else:
         torch._foreach_copy_(grads, momenta)
+    if into is not None:
+        torch._foreach_copy_(into, grads)
 
 
 def subtract_scaled_(masters: Tensors, updates: Tensors, factors: Sequence[float]) -> None:

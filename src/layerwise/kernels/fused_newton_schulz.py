@@ -11,96 +11,224 @@ R Z that is computed: R Z^T lets it grow tenfold in a segment.
 [Note: The norm is folded]
 Matrices are multiplied by a power of two, which rounds nothing, and what is left to Frobenius norm 1 goes into the first
 products: R = s^2 X X^T, and X <- s (a X + Z X).
+
+[Note: Where things lie]
+X changes places with its successor: one is the memory of the result, the other a part of the workspace, and whichever
+comes first is chosen so that the last one is the result. The Gram form needs four n x n matrices at a time while there is
+one X, and one of them, P, while there are two. So P has a place of its own, and the other three lie where the next X
+will be: in the workspace, or in the result as far as they fit. So does the standard form's Gram matrix, beside which there
+is its polynomial.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import Coefficient
 from layerwise.kernels.products import full_tile, symmetric_tile
-from layerwise.kernels.triton_products import full, new_batch, normalised, symmetric
+from layerwise.kernels.triton_products import Norms, full, new_batch, normalise_into, norms_nbytes, symmetric
 from layerwise.layout.cost import gram_segments
 
 # B: batch of equal-shaped matrices, R: rows, C: columns, M: the shorter of the two.
 
+_ALIGNED = 8
+"""Elements of 16 bits, to the multiple of which rows begin."""
+_OTHERS = 3
+"""Small matrices of the Gram form beside P."""
+
 
 def orthogonalize_fused(update_BRC: Tensor, schedule: Sequence[Coefficient], method: str, dtype: torch.dtype) -> Tensor:
     """As `orthogonalize`, for a non-empty batch on a device that has these kernels; `dtype` has 16 bits."""
+    batch, rows, cols = update_BRC.shape
+    out_BRC = new_batch(batch, rows, cols, dtype, update_BRC.device)
+    workspace = torch.empty(workspace_nbytes(update_BRC.shape, method), dtype=torch.uint8, device=update_BRC.device)
+    orthogonalize_into(out_BRC, with_rows(update_BRC), workspace, schedule, method)
+    return out_BRC.contiguous()
+
+
+def with_rows(update_BRC: Tensor) -> Tensor:
+    """A batch whose columns lie side by side."""
+    return update_BRC if update_BRC.stride(2) == 1 else update_BRC.contiguous()
+
+
+def orthogonalize_into(
+    out_BRC: Tensor, update_BRC: Tensor, workspace: Tensor, schedule: Sequence[Coefficient], method: str
+) -> None:
+    """Launches and nothing else: `update` in `out`, which may be the same memory and has what `new_batch` promises. What is
+    in `workspace`, of `workspace_nbytes`, does not matter before or after."""
     form = _gram if method == "gram" else _standard
     with torch.cuda.device_of(update_BRC):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-        return form(update_BRC, schedule, dtype).contiguous()
+        form(_Places.of(out_BRC, workspace), update_BRC, schedule)
 
 
-def _standard(update_BRC: Tensor, schedule: Sequence[Coefficient], dtype: torch.dtype) -> Tensor:
-    x_BRC, scales, squared = normalised(update_BRC, dtype)
-    first: tuple[Tensor | None, Tensor | None] = scales, squared
+def workspace_nbytes(shape: Sequence[int], method: str) -> int:
+    """Bytes that a batch of this shape needs."""
+    batch, rows, cols = shape
+    large, small = _sizes(rows, cols)
+    if method == "gram":
+        numel = small + max(_OTHERS * small, large + _left_over(large, small) * small)
+    else:
+        numel = small + large
+    return 2 * batch * numel + norms_nbytes(batch, rows, cols)
+
+
+def _sizes(rows: int, cols: int) -> tuple[int, int]:
+    """Elements of a matrix and of its Gram matrix, rows padded."""
+    short = min(rows, cols)
+    return rows * _padded(cols), short * _padded(short)
+
+
+def _padded(cols: int) -> int:
+    return -(-cols // _ALIGNED) * _ALIGNED
+
+
+def _left_over(large: int, small: int) -> int:
+    """Of the small matrices beside P, how many do not fit into a large one."""
+    return max(0, _OTHERS - large // small)
+
+
+class _Places(NamedTuple):
+    """The memory of a batch at work; flat."""
+
+    out_BRC: Tensor
+    own: Tensor  # of the workspace, 16 bits each
+    norms: Norms
+
+    @classmethod
+    def of(cls, out_BRC: Tensor, workspace: Tensor) -> _Places:
+        batch, rows, cols = out_BRC.shape
+        used = norms_nbytes(batch, rows, cols)
+        return cls(out_BRC, workspace[used:].view(torch.int16), Norms.of(batch, rows, cols, workspace[:used]))
+
+    def large(self, first: int, dtype: torch.dtype) -> Tensor:
+        """A batch like the result, from an element of the workspace on."""
+        batch, rows, cols = self.out_BRC.shape
+        return _carved(self.own, batch * first, batch, rows, cols, dtype)
+
+    def small(self, first: int, dtype: torch.dtype, *, in_result: bool = False) -> Tensor:
+        """A batch of small matrices, from an element of the workspace on, or of the result."""
+        batch, rows, cols = self.out_BRC.shape
+        memory = self.own
+        if in_result:
+            memory = self.out_BRC.view(torch.int16).as_strided((batch * rows * _padded(cols),), (1,))
+        short = min(rows, cols)
+        return _carved(memory, batch * first, batch, short, short, dtype)
+
+
+def _carved(memory: Tensor, first: int, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    padded = _padded(cols)
+    found = memory[first : first + batch * rows * padded].view(dtype).view(batch, rows, padded)
+    return found if padded == cols else found[:, :, :cols]
+
+
+def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> None:
+    dtype = places.out_BRC.dtype
+    _, small = _sizes(*update_BRC.shape[1:])
+    polynomial_BMM = places.small(0, dtype)
+    # X and its successor in turn, each with the small matrix that lies where it will.
+    here, there = (
+        (places.out_BRC, places.small(0, dtype, in_result=True)),
+        (places.large(small, dtype), places.small(small, dtype)),
+    )
+    if len(schedule) % 2:
+        here, there = there, here
+    normalise_into(here[0], update_BRC, places.norms)
+    first: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     for a, b, c in schedule:
-        gram_BMM = _gram_matrix(x_BRC, first[1])
+        x_BRC, next_BRC, gram_BMM = here[0], *there
         if c == 0.0:
-            x_BRC = _times(gram_BMM, x_BRC, alpha=b, beta=a, scales=first[0])
+            _gram_matrix(x_BRC, first[1], polynomial_BMM)
+            _times(polynomial_BMM, x_BRC, next_BRC, alpha=b, beta=a, scales=first[0])
         else:
-            x_BRC = _times(_square(gram_BMM, b, c), x_BRC, beta=a, scales=first[0])
+            _gram_matrix(x_BRC, first[1], gram_BMM)
+            _times(_square(gram_BMM, b, c, polynomial_BMM), x_BRC, next_BRC, beta=a, scales=first[0])
+        here, there = there, here
         first = None, None
-    return x_BRC
 
 
-def _gram(update_BRC: Tensor, schedule: Sequence[Coefficient], dtype: torch.dtype) -> Tensor:
-    """See [Note: The Gram form without a diagonal], and in newton_schulz why it works in fp16 and restarts."""
-    x_BRC, scales, squared = normalised(update_BRC, torch.float16)
-    first: tuple[Tensor | None, Tensor | None] = scales, squared
+def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> None:
+    """See [Note: The Gram form without a diagonal], [Note: Where things lie], and in newton_schulz why it works in fp16
+    and restarts."""
+    half = torch.float16
+    large, small = _sizes(*update_BRC.shape[1:])
+    p_BMM, own_BRC = places.small(0, half), places.large(small, half)
+    left_over = _left_over(large, small)
+    fitting = _OTHERS - left_over
+    others_by_side = {
+        False: [places.small((1 + slot) * small, half) for slot in range(_OTHERS)],
+        True: [places.small(slot * small, half, in_result=True) for slot in range(fitting)]
+        + [places.small(small + large + slot * small, half) for slot in range(left_over)],
+    }
+    segments = gram_segments(len(schedule))
+    is_own = len(segments) % 2 == 1  # whether X lies in the workspace
+    result_BRC = places.out_BRC.view(half)
+    here_BRC = own_BRC if is_own else result_BRC
+    normalise_into(here_BRC, update_BRC, places.norms)
+    first: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     done = 0
-    for length in gram_segments(len(schedule)):
+    for length in segments:
         segment = schedule[done : done + length]
         done += length
-        p_BMM, q = _segment(_gram_matrix(x_BRC, first[1]), segment)
-        x_BRC = _times(p_BMM, x_BRC, beta=q, scales=first[0], dtype=dtype if done == len(schedule) else None)
+        q = _segment(here_BRC, first[1], segment, p_BMM, others_by_side[is_own])
+        is_last = done == len(schedule)
+        there_BRC = places.out_BRC if is_last else result_BRC if is_own else own_BRC
+        _times(p_BMM, here_BRC, there_BRC, beta=q, scales=first[0])
+        here_BRC, is_own = there_BRC, not is_own
         first = None, None
-    return x_BRC
 
 
-def _segment(r_BMM: Tensor, segment: Sequence[Coefficient]) -> tuple[Tensor, float]:
-    """P and q such that P X + q X is X after the steps of `segment`; R is its Gram matrix."""
+def _segment(
+    x_BRC: Tensor, scales: Tensor | None, segment: Sequence[Coefficient], last_BMM: Tensor, others: Sequence[Tensor]
+) -> float:
+    """Leave in `last` the P, and return the q, such that P X + q X is X after the steps of `segment`."""
+    r_BMM, spare_BMM, other_BMM = others
     tile = symmetric_tile(r_BMM.shape[1])
+    # P is written to one place and to another in turn, and ends in the last.
+    p_BMM, next_BMM = (last_BMM, other_BMM) if len(segment) % 2 else (other_BMM, last_BMM)
+    _gram_matrix(x_BRC, scales, r_BMM)
     a, b, c = segment[0]
-    z_BMM = _square(r_BMM, b, c)
-    p_BMM, q = z_BMM, a
+    q = a
+    z_BMM = _square(r_BMM, b, c, p_BMM)
     for later, (next_a, b, c) in enumerate(segment[1:], start=2):
-        rz_BMM = symmetric(r_BMM, z_BMM, tile=tile, addends=((r_BMM, a),))
-        r_BMM = symmetric(z_BMM, rz_BMM, tile=tile, addends=((rz_BMM, a),))
-        z_BMM = _square(r_BMM, b, c)
+        # Until there is a new P, its place is free.
+        rz_BMM = next_BMM
+        symmetric(r_BMM, z_BMM, tile=tile, addends=((r_BMM, a),), out=rz_BMM)
+        symmetric(z_BMM, rz_BMM, tile=tile, addends=((rz_BMM, a),), out=r_BMM)
+        z_BMM = _square(r_BMM, b, c, spare_BMM)
         a, diagonal = next_a, q * next_a if later == len(segment) else 0.0
-        p_BMM = symmetric(p_BMM, z_BMM, tile=tile, addends=((p_BMM, a), (z_BMM, q)), diagonal=diagonal)
+        addends = ((p_BMM, a), (z_BMM, q))
+        symmetric(p_BMM, z_BMM, tile=tile, addends=addends, diagonal=diagonal, out=next_BMM)
+        p_BMM, next_BMM = next_BMM, p_BMM
         q = q * a - diagonal
-    return p_BMM, q
+    return q
 
 
-def _gram_matrix(x_BRC: Tensor, scales: Tensor | None) -> Tensor:
+def _gram_matrix(x_BRC: Tensor, scales: Tensor | None, out_BMM: Tensor) -> None:
     """X X^T, or X^T X of tall ones."""
     rows, cols = x_BRC.shape[1:]
     is_tall = rows > cols
     tile = symmetric_tile(min(rows, cols))
-    return symmetric(x_BRC, x_BRC, tile=tile, scales=scales, left_t=is_tall, right_t=not is_tall)
+    symmetric(x_BRC, x_BRC, tile=tile, scales=scales, left_t=is_tall, right_t=not is_tall, out=out_BMM)
 
 
-def _square(gram_BMM: Tensor, b: float, c: float) -> Tensor:
+def _square(gram_BMM: Tensor, b: float, c: float, out_BMM: Tensor) -> Tensor:
     """b A + c A^2."""
     if c == 0.0:
-        batch, size, _ = gram_BMM.shape
-        return torch.mul(gram_BMM, b, out=new_batch(batch, size, size, gram_BMM.dtype, gram_BMM.device))
-    return symmetric(gram_BMM, gram_BMM, tile=symmetric_tile(gram_BMM.shape[1]), alpha=c, addends=((gram_BMM, b),))
+        return torch.mul(gram_BMM, b, out=out_BMM)
+    tile = symmetric_tile(gram_BMM.shape[1])
+    return symmetric(gram_BMM, gram_BMM, tile=tile, alpha=c, addends=((gram_BMM, b),), out=out_BMM)
 
 
 def _times(
-    p_BMM: Tensor, x_BRC: Tensor, *, beta: float, alpha: float = 1.0, scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    p_BMM: Tensor, x_BRC: Tensor, out_BRC: Tensor, *, beta: float, alpha: float = 1.0, scales: Tensor | None = None
+) -> None:
     """alpha P X + beta X, or alpha X P + beta X of tall ones."""
     rows, cols = x_BRC.shape[1:]
     left, right = (x_BRC, p_BMM) if rows > cols else (p_BMM, x_BRC)
     tile = full_tile(rows, cols)
     addend = None if beta == 0.0 else x_BRC
-    return full(left, right, tile=tile, alpha=alpha, addend=addend, beta=beta, scales=scales, dtype=dtype)
+    full(left, right, tile=tile, alpha=alpha, addend=addend, beta=beta, scales=scales, out=out_BRC)

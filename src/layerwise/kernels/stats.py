@@ -40,6 +40,20 @@ def _square_sum(span: Tensor) -> Tensor:
     return torch.dot(wide, wide)
 
 
+def add_totals(sums: Tensor, group_of: Tensor, place_of: Tensor, *, groups: Tensor, nonfinite: Tensor) -> None:
+    """Sums of spans into those of their groups, always in the same order, and a one to the place of every span that holds
+    inf or NaN. A span whose group is negative counts in none."""
+    if len(sums) and has_own_kernels(sums.device):
+        from layerwise.kernels.triton_stats import fused_totals
+
+        fused_totals(sums, group_of, place_of, groups, nonfinite)
+        return
+    counted = group_of >= 0
+    groups.copy_(group_sums(torch.where(counted, sums, 0.0), torch.where(counted, group_of, 0), len(groups)))
+    # Counts are exact in any order.
+    nonfinite.index_add_(0, place_of, (~torch.isfinite(sums)).double())
+
+
 def group_sums(values: Tensor, group_of: Tensor, num_groups: int) -> Tensor:
     """The sum of the values of each group, always in the same order, so that runs repeat to the bit."""
     if values.is_cuda:  # there `index_add_` adds in the order in which its threads arrive

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from layerwise.kernels.lists import facts_of
 from layerwise.kernels.tables import Place, address_table, block_table, cut, place_of, row_table
 from layerwise.kernels.triton_launch import launch
 
@@ -48,7 +48,7 @@ def as_pointer(address, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _momentum(grad, state, mask, momentum, rest, NESTEROV: tl.constexpr):
+def _momentum(grad, state, target, mask, momentum, rest, NESTEROV: tl.constexpr):
     g = tl.load(grad, mask=mask).to(tl.float32)
     m = tl.load(state, mask=mask)
     if NESTEROV:
@@ -58,25 +58,26 @@ def _momentum(grad, state, mask, momentum, rest, NESTEROV: tl.constexpr):
         m = tl.fma(rest, g, momentum * m)
         direction = m
     tl.store(state, m, mask=mask)
-    tl.store(grad, direction.to(grad.dtype.element_ty), mask=mask)
+    tl.store(target, direction.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _momentum_kernel(
     blocks, numels, addresses, momentum, rest,
-    GRAD: tl.constexpr, STATE: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, STATE: tl.constexpr, TARGET: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tensor, first, left = find_block(blocks, numels, BLOCK)
-    row = addresses + tensor * 2
-    grad, state = tl.load(row), tl.load(row + 1)
-    is_aligned = (grad | state) % ALIGNMENT == 0
+    row = addresses + tensor * 3
+    grad, state, target = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    is_aligned = (grad | state | target) % ALIGNMENT == 0
     lanes = tl.arange(0, BLOCK)
     grad, state = as_pointer(grad, GRAD) + first, as_pointer(state, STATE) + first
+    target = as_pointer(target, TARGET) + first
     if is_aligned & (left >= BLOCK):
         g, m = tl.multiple_of(grad + lanes, ALIGNMENT), tl.multiple_of(state + lanes, ALIGNMENT)
-        _momentum(g, m, None, momentum, rest, NESTEROV)
+        _momentum(g, m, tl.multiple_of(target + lanes, ALIGNMENT), None, momentum, rest, NESTEROV)
     else:
-        _momentum(grad + lanes, state + lanes, lanes < left, momentum, rest, NESTEROV)
+        _momentum(grad + lanes, state + lanes, target + lanes, lanes < left, momentum, rest, NESTEROV)
 
 
 @triton.jit
@@ -215,9 +216,12 @@ _WALK = 12
 """Numbers that say how a pair of views is walked."""
 
 
-def fused_momentum_(grads: Tensors, momenta: Tensors, *, momentum: float, nesterov: bool) -> None:
-    """`momentum_` in place."""
-    _run(_momentum_kernel, (grads, momenta), (momentum, 1.0 - momentum), (nesterov,))
+def fused_momentum_(
+    grads: Tensors, momenta: Tensors, into: Tensors | None = None, *, momentum: float, nesterov: bool
+) -> None:
+    """`momentum_`, in place or into other tensors."""
+    lists = grads, momenta, grads if into is None else into
+    _run(_momentum_kernel, lists, (momentum, 1.0 - momentum), (nesterov,))
 
 
 def fused_adamw_(
@@ -253,24 +257,18 @@ def fused_subtract_(masters: Tensors, updates: Tensors, factors: Sequence[float]
     _run_pairs(masters, updates, factors)
 
 
-def by_dtypes(lists: Sequence[Tensors]) -> Iterator[tuple[tuple[torch.dtype, ...], Sequence[int] | None]]:
-    """The dtypes of each group of entries that share them, and the entries; None: all of them."""
-    dtypes = [list(map(_DTYPE_OF, tensors)) for tensors in lists]
-    if all(len(set(column)) == 1 for column in dtypes):
-        yield tuple(column[0] for column in dtypes), None
+def by_dtypes(lists: Sequence[Tensors]) -> Iterator[tuple[tuple[torch.dtype, ...], Sequence[Tensors], Sequence[int]]]:
+    """The dtypes of each group of entries that share them, those entries, and their places; no places: all of them."""
+    every = [facts_of(tensors) for tensors in lists]
+    shared = tuple(facts.one_dtype for facts in every if facts.one_dtype is not None)
+    if len(shared) == len(lists):
+        yield shared, lists, ()
         return
     groups: dict[tuple[torch.dtype, ...], list[int]] = {}
-    for index, key in enumerate(zip(*dtypes, strict=True)):
+    for index, key in enumerate(zip(*(facts.dtypes for facts in every), strict=True)):
         groups.setdefault(key, []).append(index)
-    yield from groups.items()
-
-
-_DTYPE_OF: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
-
-
-def addresses_of(lists: Sequence[Tensors]) -> tuple[int, ...]:
-    """Where they lie, entry by entry."""
-    return interleaved([map(Tensor.data_ptr, tensors) for tensors in lists])
+    for key, some in groups.items():
+        yield key, [[tensors[index] for index in some] for tensors in lists], some
 
 
 def interleaved(columns: Sequence[Iterable[int]]) -> tuple[int, ...]:
@@ -279,14 +277,14 @@ def interleaved(columns: Sequence[Iterable[int]]) -> tuple[int, ...]:
 
 def _run(kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flags: tuple[object, ...] = ()) -> None:
     """One launch for all entries that share dtypes."""
-    if not all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists):
+    if not all(facts_of(tensors).are_contiguous for tensors in lists):
         _run_contiguous(kernel, lists, scalars, flags)
         return
-    for dtypes, some in by_dtypes(lists):
+    for dtypes, chosen, _ in by_dtypes(lists):
         if not all(dtype in TRITON_DTYPES for dtype in dtypes):
             raise TypeError(f"element-wise work on fp32, bf16 and fp16, got {', '.join(map(str, dtypes))}.")
-        chosen = lists if some is None else [[tensors[index] for index in some] for tensors in lists]
-        numels, *others = (tuple(map(Tensor.numel, tensors)) for tensors in chosen)
+        facts = [facts_of(tensors) for tensors in chosen]
+        numels, *others = (known.numels for known in facts)
         if any(other != numels for other in others):
             raise ValueError("element-wise work needs tensors of equal length in every list.")
         first = chosen[0][0]
@@ -295,7 +293,7 @@ def _run(kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flag
             blocks = cut(numels, _BLOCK, place)
             if not blocks.total:
                 continue
-            tables = blocks.of, blocks.numels, address_table(addresses_of(chosen), place)
+            tables = blocks.of, blocks.numels, address_table(interleaved([known.addresses for known in facts]), place)
             constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), *flags, _BLOCK)
             key = (kernel, first.device, dtypes, flags)
             launch(kernel, key, blocks.total, (*tables, *scalars, *constants), warps=_WARPS)
@@ -305,48 +303,32 @@ def _run_contiguous(
     kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flags: tuple[object, ...]
 ) -> None:
     """With copies of what lies in pieces: its elements have no common order in memory."""
-    copies = [[tensor.contiguous() for tensor in tensors] for tensors in lists]
-    _run(kernel, copies, scalars, flags)
-    changed = [
-        (tensor, copy)
-        for tensors, columns in zip(lists, copies, strict=True)
-        for tensor, copy in zip(tensors, columns, strict=True)
-        if tensor is not copy
-    ]
-    fused_copy_([tensor for tensor, _ in changed], [copy for _, copy in changed])
+    of = {id(tensor): tensor for tensors in lists for tensor in tensors}  # one tensor may be in two lists
+    copy_of = {key: tensor.contiguous() for key, tensor in of.items()}
+    _run(kernel, [[copy_of[id(tensor)] for tensor in tensors] for tensors in lists], scalars, flags)
+    changed = [key for key, tensor in of.items() if tensor is not copy_of[key]]
+    fused_copy_([of[key] for key in changed], [copy_of[key] for key in changed])
 
 
 def _run_pairs(targets: Tensors, sources: Tensors, factors: Sequence[float] | None) -> None:
     """One launch for all pairs that share dtypes."""
-    for dtypes, some in by_dtypes((targets, sources)):
-        into, read, scale = targets, sources, factors
-        if some is not None:
-            into, read = [targets[index] for index in some], [sources[index] for index in some]
-            scale = None if factors is None else [factors[index] for index in some]
+    for dtypes, (into, read), some in by_dtypes((targets, sources)):
+        scale = factors if factors is None or not some else [factors[index] for index in some]
+        target, source = facts_of(into), facts_of(read)
         with torch.cuda.device_of(into[0]):
             place = place_of(into[0].device)
-            tiles = _cut_pairs(
-                tuple(map(_SHAPE_OF, into)),
-                tuple(map(_SHAPE_OF, read)),
-                tuple(map(Tensor.stride, into)),
-                tuple(map(Tensor.stride, read)),
-                dtypes,
-                place,
-            )
+            tiles = _cut_pairs(target.shapes, source.shapes, target.strides, source.strides, dtypes, place)
             for index in tiles.others:
                 _one_by_one(into[index], read[index], None if scale is None else scale[index])
             if not tiles.total:
                 continue
-            columns: list[Iterable[int]] = [map(Tensor.data_ptr, into), map(Tensor.data_ptr, read)]
+            columns: list[Iterable[int]] = [target.addresses, source.addresses]
             if scale is not None:  # in fp64, as integers
                 columns.append(array("q", array("d", [-factor for factor in scale]).tobytes()))
             tables = tiles.of, tiles.walks, address_table(interleaved(columns), place)
             constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), scale is not None, _WALK, _SIDE)
             key = (_pair_kernel, into[0].device, dtypes, scale is not None)
             launch(_pair_kernel, key, tiles.total, (*tables, *constants), warps=_PAIR_WARPS, registers=_PAIR_REGISTERS)
-
-
-_SHAPE_OF: Callable[[Tensor], torch.Size] = attrgetter("shape")
 
 
 class _Tiles(NamedTuple):

@@ -9,6 +9,8 @@ function of its own values and shape: no sum crosses matrices, and no sum is cut
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import triton
@@ -121,20 +123,19 @@ def full_kernel(
 
 @triton.jit
 def _block(num_blocks, num_across, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Matrix, rows, columns and mask of this program's block."""
+    """Matrix, rows and columns of this program's block, its mask, and whether it needs one."""
     batch = (tl.program_id(0) // num_blocks).to(tl.int64)
     block = tl.program_id(0) % num_blocks
-    row = (block // num_across * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (block % num_across * COLS + tl.arange(0, COLS))[None, :]
-    return batch, block, row.to(tl.int64), col, (row < rows) & (col < cols)
+    top, left = block // num_across * ROWS, block % num_across * COLS
+    row, col = (top + tl.arange(0, ROWS))[:, None], (left + tl.arange(0, COLS))[None, :]
+    is_whole = (top + ROWS <= rows) & (left + COLS <= cols)
+    return batch, block, row.to(tl.int64), col, (row < rows) & (col < cols), is_whole
 
 
 @triton.jit
-def _aligned(stride, ALIGNED: tl.constexpr):
-    """A stride with what is known of it; were Triton to look at each by itself, every mixture would be compiled."""
-    if ALIGNED:
-        stride = tl.multiple_of(stride, 8)
-    return stride
+def _square_sum(at, mask, into):
+    v = tl.load(at, mask=mask, other=None if mask is None else 0.0).to(tl.float32).to(tl.float64)
+    tl.store(into, tl.sum(v * v))
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_across", "rows", "cols", "stride_batch", "stride_row"])
@@ -143,10 +144,12 @@ def square_sums_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of a block, in fp64, where no square of an fp32 number over- or underflows."""
-    batch, block, row, col, mask = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
-    start = x + batch * _aligned(stride_batch, ALIGNED)
-    v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
-    tl.store(sums + batch * num_blocks + block, tl.sum(v * v))
+    batch, block, row, col, mask, is_whole = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    at, into = x + batch * stride_batch + row * stride_row + col, sums + batch * num_blocks + block
+    if is_whole & ALIGNED:
+        _square_sum(tl.multiple_of(at, [16, 16]), None, into)
+    else:
+        _square_sum(at, mask, into)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "numel"])
@@ -180,6 +183,12 @@ def _times_power_of_two(x, exponent):
     return x * first * second
 
 
+@triton.jit
+def _rescale(read, into, mask, exponent):
+    v = _times_power_of_two(tl.load(read, mask=mask).to(tl.float32), exponent)
+    tl.store(into, v.to(into.dtype.element_ty), mask=mask)
+
+
 @triton.jit(
     do_not_specialize=[
         *("num_blocks", "num_across", "rows", "cols", "stride_batch", "stride_row"),
@@ -191,12 +200,14 @@ def rescale_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A copy times 2^exponent."""
-    batch, _block_number, row, col, mask = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
-    start = x + batch * _aligned(stride_batch, ALIGNED)
-    v = tl.load(start + row * _aligned(stride_row, ALIGNED) + col, mask=mask, other=0.0).to(tl.float32)
-    v = _times_power_of_two(v, tl.load(exponents + batch))
-    target = out + batch * tl.multiple_of(out_stride_batch, 8) + row * tl.multiple_of(out_stride_row, 8) + col
-    tl.store(target, v.to(out.dtype.element_ty), mask=mask)
+    batch, _block_number, row, col, mask, is_whole = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    read = x + batch * stride_batch + row * stride_row + col
+    into = out + batch * out_stride_batch + row * out_stride_row + col
+    exponent = tl.load(exponents + batch)
+    if is_whole & ALIGNED:
+        _rescale(tl.multiple_of(read, [16, 16]), tl.multiple_of(into, [16, 16]), None, exponent)
+    else:
+        _rescale(read, into, mask, exponent)
 
 
 _ROWS, _COLS, _WARPS = 32, 256, 8
@@ -212,23 +223,65 @@ def new_batch(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torc
     return found[:, :, :cols] if padding else found
 
 
+def as_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The memory of x, if it is such a batch as `new_batch` makes, of as many bytes; else a new one."""
+    if x.dtype.itemsize == dtype.itemsize and x.is_contiguous() and x.shape[2] % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x.view(dtype)
+    batch, rows, cols = x.shape
+    return new_batch(batch, rows, cols, dtype, x.device)
+
+
+class Norms(NamedTuple):
+    """What a batch's norms are kept in."""
+
+    sums: Tensor  # (batch, blocks), fp64
+    exponents: Tensor  # (batch,), int32
+    scales: Tensor  # (batch,), fp32: from there to Frobenius norm 1
+    squared: Tensor  # (batch,), fp32: their squares
+
+    @classmethod
+    def of(cls, batch: int, rows: int, cols: int, memory: Tensor) -> Norms:
+        """In `norms_nbytes` of memory. Each begins at a multiple of 16 bytes: kernels are compiled for that."""
+        blocks, padded = num_blocks(rows, cols), -(-batch // 4) * 4
+        ends = list(accumulate((batch * blocks * 8, *[padded * 4] * 3), initial=0))
+        sums, *others = (memory[first:stop] for first, stop in pairwise([-(-end // 16) * 16 for end in ends]))
+        exponents, scales, squared = (other[: batch * 4] for other in others)
+        wide = sums[: batch * blocks * 8].view(torch.float64).view(batch, blocks)
+        return cls(wide, exponents.view(torch.int32), scales.view(torch.float32), squared.view(torch.float32))
+
+
+def norms_nbytes(batch: int, rows: int, cols: int) -> int:
+    """Bytes for the norms of a batch; what comes after them may be read in whole lines of the cache."""
+    nbytes = (batch * num_blocks(rows, cols) * 8 + 15) // 16 * 16 + 3 * 16 * -(-batch // 4)
+    return -(-nbytes // 256) * 256
+
+
+def num_blocks(rows: int, cols: int) -> int:
+    """Blocks of a matrix whose squares are summed."""
+    return -(-rows // _ROWS) * -(-cols // _COLS)
+
+
 def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x times a power of two per matrix, in `dtype`; and the factors to Frobenius norm 1, plain and squared."""
     batch, rows, cols = x.shape
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    across = triton.cdiv(cols, _COLS)
-    blocks = triton.cdiv(rows, _ROWS) * across
-    sums = torch.empty(batch, blocks, dtype=torch.float64, device=x.device)
-    exponents = torch.empty(batch, dtype=torch.int32, device=x.device)
-    # Both begin at multiples of 16 bytes: kernels are compiled for that.
-    scales, squared = (row[:batch] for row in torch.empty(2, -(-batch // 4) * 4, dtype=torch.float32, device=x.device))
+    memory = torch.empty(norms_nbytes(batch, rows, cols), dtype=torch.uint8, device=x.device)
+    norms = Norms.of(batch, rows, cols, memory)
     out = new_batch(batch, rows, cols, dtype, x.device)
-    size, strides = (blocks, across, rows, cols), x.stride()[:2]
-    is_aligned = all(stride % 8 == 0 for stride in strides)
+    normalise_into(out, x if x.stride(2) == 1 else x.contiguous(), norms)
+    return out, norms.scales, norms.squared
+
+
+def normalise_into(out: Tensor, x: Tensor, norms: Norms) -> None:
+    """Leave in `out`, which may be x itself, x times a power of two per matrix, and in `norms` the factors from there."""
+    batch, rows, cols = x.shape
+    blocks = num_blocks(rows, cols)
+    size, strides = (blocks, -(-cols // _COLS), rows, cols), x.stride()[:2]
+    # Then rows begin at multiples of 16 bytes, as those of `out` do; no compiler sees it in the strides.
+    is_aligned = all(number % 8 == 0 for number in strides) and x.data_ptr() % 16 == 0
     is_huge = max(*strides, *out.stride()) >= 2**31
-    key = (x.device, x.dtype, dtype, is_aligned, x.data_ptr() % 16 == 0, is_huge)
+    key = (x.device, x.dtype, out.dtype, is_aligned, x.data_ptr() % 16 == 0, is_huge)
     constants = (is_aligned, _ROWS, _COLS)
+    sums, exponents, scales, squared = norms
     launch(square_sums_kernel, ("sums", *key), batch * blocks, (x, sums, *size, *strides, *constants), warps=_WARPS)
     numel = float(rows * cols)
     launch(
@@ -236,7 +289,6 @@ def normalised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     )
     arguments = (x, out, exponents, *size, *strides, *out.stride()[:2], *constants)
     launch(rescale_kernel, ("rescale", *key), batch * blocks, arguments, warps=_WARPS)
-    return out, scales, squared
 
 
 def symmetric(
@@ -250,6 +302,7 @@ def symmetric(
     scales: Tensor | None = None,
     left_t: bool = False,
     right_t: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """scale * (alpha * left @ right + sum of factor * addend + diagonal * I), for operands whose product is symmetric.
 
@@ -258,7 +311,8 @@ def symmetric(
     """
     batch = left.shape[0]
     size, depth = (left.shape[2], left.shape[1]) if left_t else (left.shape[1], left.shape[2])
-    out = new_batch(batch, size, size, left.dtype, left.device)
+    if out is None:
+        out = new_batch(batch, size, size, left.dtype, left.device)
     tiles = _lower_tiles(size, tile, left.device)
     total = batch * tiles.numel()
     programs = min(total, _multiprocessors(left.device))
@@ -286,12 +340,13 @@ def full(
     addend: Tensor | None = None,
     beta: float = 0.0,
     scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """scale * (alpha * left @ right + beta * addend)."""
     batch, rows, depth = left.shape
     cols = right.shape[2]
-    out = new_batch(batch, rows, cols, dtype or left.dtype, left.device)
+    if out is None:
+        out = new_batch(batch, rows, cols, left.dtype, left.device)
     num_rows, num_cols = triton.cdiv(rows, tile.rows), triton.cdiv(cols, tile.cols)
     total = batch * num_rows * num_cols
     programs = min(total, _multiprocessors(left.device))

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from layerwise.kernels.lists import facts_of
 from layerwise.kernels.tables import address_table, cut, place_of, row_table
 from layerwise.kernels.triton_elementwise import (
     ALIGNMENT,
     TRITON_DTYPES,
-    addresses_of,
     as_pointer,
     by_dtypes,
     find_block,
@@ -65,6 +65,26 @@ def _tensor_sums_kernel(sums, starts, totals, LANES: tl.constexpr):
     tl.store(totals + tensor, tl.sum(found))
 
 
+@triton.jit(do_not_specialize=["num_groups", "numel"])
+def _totals_kernel(sums, groups, places, totals, nonfinite, num_groups, numel, LANES: tl.constexpr):
+    program = tl.program_id(0)
+    lanes = tl.arange(0, LANES)
+    if program < num_groups:
+        found = tl.zeros((LANES,), tl.float64)
+        for first in range(0, numel, LANES):
+            at = first + lanes
+            is_mine = tl.load(groups + at, mask=at < numel, other=-1) == program
+            found += tl.where(is_mine, tl.load(sums + at, mask=at < numel, other=0.0), 0.0)
+        tl.store(totals + program, tl.sum(found))
+    else:
+        at = (program - num_groups) * LANES + lanes
+        value = tl.load(sums + at, mask=at < numel, other=0.0)
+        is_bad = (at < numel) & ~(tl.abs(value) < float("inf"))
+        place = nonfinite + tl.load(places + at, mask=at < numel, other=0)
+        # Counts are exact in any order.
+        tl.atomic_add(place, tl.full((LANES,), 1.0, tl.float64), mask=is_bad, sem="relaxed")
+
+
 _BLOCK, _LANES, _WARPS = 16384, 2048, 8
 _SUMS = 512
 """Sums of blocks that are added at a time."""
@@ -80,28 +100,37 @@ def fused_zero_counts(tensors: Sequence[Tensor]) -> Tensor:
     return _sums(tensors, zeros=True)
 
 
+def fused_totals(sums: Tensor, group_of: Tensor, place_of: Tensor, groups: Tensor, nonfinite: Tensor) -> None:
+    """`add_totals`, in one launch."""
+    programs = len(groups) + -(-len(sums) // _SUMS)
+    arguments = (sums, group_of, place_of, groups, nonfinite, len(groups), len(sums), _SUMS)
+    is_aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in arguments[:5])  # the vector's parts begin anywhere
+    with torch.cuda.device_of(sums):
+        launch(_totals_kernel, (_totals_kernel, sums.device, is_aligned), programs, arguments, warps=4)
+
+
 def _sums(tensors: Sequence[Tensor], *, zeros: bool) -> Tensor:
-    if not all(map(Tensor.is_contiguous, tensors)):
+    if not facts_of(tensors).are_contiguous:
         tensors = [tensor.contiguous() for tensor in tensors]
     device = tensors[0].device
     totals = torch.empty(len(tensors), dtype=torch.float64, device=device)
     with torch.cuda.device_of(tensors[0]):
         place = place_of(device)
-        for (dtype,), some in by_dtypes((tensors,)):
-            chosen = tensors if some is None else [tensors[index] for index in some]
-            blocks = cut(tuple(map(Tensor.numel, chosen)), _BLOCK, place)
+        for (dtype,), (chosen,), some in by_dtypes((tensors,)):
+            facts = facts_of(chosen)
+            blocks = cut(facts.numels, _BLOCK, place)
             sums = torch.empty(max(blocks.total, 1), dtype=torch.float64, device=device)
             if blocks.total:
-                addresses = address_table(addresses_of((chosen,)), place)
+                addresses = address_table(facts.addresses, place)
                 key, constants = (
                     (_block_sums_kernel, device, dtype, zeros),
                     (TRITON_DTYPES[dtype], zeros, _BLOCK, _LANES),
                 )
                 tables = (blocks.of, blocks.numels, addresses)
                 launch(_block_sums_kernel, key, blocks.total, (*tables, sums, *constants), warps=_WARPS)
-            found = totals if some is None else torch.empty(len(chosen), dtype=torch.float64, device=device)
+            found = totals if not some else torch.empty(len(chosen), dtype=torch.float64, device=device)
             arguments = (sums, blocks.starts, found, _SUMS)
             launch(_tensor_sums_kernel, (_tensor_sums_kernel, device), len(chosen), arguments, warps=4)
-            if some is not None:
+            if some:
                 totals[row_table([some], place)] = found
     return totals

@@ -6,17 +6,17 @@ Every rank's box is known to every rank, as plain numbers. Ranks with the same b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeAlias
 
 from layerwise.config.layouts import WorkPolicy
 from layerwise.dtypes import DType
 from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, NewtonSchulz
 from layerwise.layout.meshes import Placed, copied_on
-from layerwise.layout.shards import Held, Ranks, nearest
+from layerwise.layout.shards import Held, Ranks, nearest, ranks_in
 from layerwise.layout.spans import Block, Span, numel_in
 from layerwise.routing.geometry import Box, interval_boxes
 from layerwise.routing.matrices import Matrix
@@ -69,10 +69,11 @@ class Boxes:
         self.shape = shape
         self.by_rank = by_rank
         """The box of every rank of its domain."""
-        self._pieces: dict[_Place, list[_Piece]] = {}
-        self._runs: dict[_Place, list[Held]] = {}
-        self._sources: dict[tuple[_Place, int], list[Held]] = {}
-        self._ordered: dict[_Place, bool] = {}
+        self._kinds: dict[_Place, _Kind] = {}
+        self._pieces: dict[_Kind, list[_Piece]] = {}
+        self._runs: dict[_Kind, list[Held]] = {}
+        self._sources: dict[tuple[_Kind, int], list[Held]] = {}
+        self._ordered: dict[_Kind, bool] = {}
 
     @property
     def world(self) -> int:
@@ -97,7 +98,16 @@ class Boxes:
     @cached_property
     def copies(self) -> tuple[int, ...]:
         """How many ranks have each of the boxes that are not empty."""
-        return tuple(len(ranks) for box, ranks in self.ranks_by_box.items() if box.numel)
+        return tuple(len(ranks) for ranks in self.ranks_by_box.values() if self.numels[ranks[0]])
+
+    @cached_property
+    def _by_first_dim(self) -> dict[_Interval, list[tuple[Box, Ranks]]]:
+        """Boxes by where they begin and end along the first dim: an expert is on few of the ranks that a stack lies on."""
+        found: dict[_Interval, list[tuple[Box, Ranks]]] = {}
+        for box, ranks in self.ranks_by_box.items():
+            if self.numels[ranks[0]]:
+                found.setdefault((*box.starts[:1], *box.stops[:1]), []).append((box, ranks))
+        return found
 
     @cached_property
     def described(self) -> dict[str, str]:
@@ -106,20 +116,21 @@ class Boxes:
 
     def holders(self, matrix: Matrix) -> list[Held]:
         """How much of a matrix each rank holds, copies counted for each of them."""
-        place = matrix.grid, matrix.box
-        if place not in self._runs:
-            self._runs[place] = _as_runs((rank, numel) for ranks, numel in self._pieces_of(matrix) for rank in ranks)
-        return self._runs[place]
+        kind = self._kind_of(matrix)
+        if kind not in self._runs:
+            pieces = self._pieces_of(matrix, kind)
+            self._runs[kind] = _as_runs((rank, numel) for ranks, numel in pieces for rank in ranks)
+        return self._runs[kind]
 
     def sources(self, matrix: Matrix, home: int) -> list[Held]:
         """How much of a matrix each rank would send to a home; of copies, the nearest does."""
-        place = matrix.grid, matrix.box
-        pieces = self._pieces_of(matrix)
-        if place not in self._ordered:
-            self._ordered[place] = self._is_ordered(pieces)
+        kind = self._kind_of(matrix)
+        pieces = self._pieces_of(matrix, kind)
+        if kind not in self._ordered:
+            self._ordered[kind] = self._is_ordered(pieces)
         # Copies of a mesh lie one behind the other: then it is the same number of them for all pieces, and for all homes
         # beside which it lies.
-        key = place, home * len(pieces[0][0]) // self.world if self._ordered[place] else -1 - home
+        key = kind, home * len(pieces[0][0]) // self.world if self._ordered[kind] else -1 - home
         if key not in self._sources:
             self._sources[key] = _as_runs((nearest(ranks, home, self.world), numel) for ranks, numel in pieces)
         return self._sources[key]
@@ -132,13 +143,29 @@ class Boxes:
             for ranks, _ in pieces
         )
 
-    def _pieces_of(self, matrix: Matrix) -> list[_Piece]:
+    def _kind_of(self, matrix: Matrix) -> _Kind:
+        """What matrices have in common that are held alike. Experts between the same borders along the first dim are: where
+        one ends and the next begins is between no two ranks."""
         place = matrix.grid, matrix.box
-        if place not in self._pieces:
+        if place not in self._kinds:
             wanted = _as_one_box(self.shape, matrix)
-            numels = ((ranks, self._numel(matrix, wanted, box)) for box, ranks in self.ranks_by_box.items())
-            self._pieces[place] = [(ranks, numel) for ranks, numel in numels if numel]
-        return self._pieces[place]
+            near = [within for within in self._by_first_dim if wanted is None or _meet(wanted, within)]
+            if wanted is not None and len(near) == 1 and near[0] and _is_inside(wanted, near[0]):
+                length = wanted.stops[0] - wanted.starts[0]
+                self._kinds[place] = near[0], (length,), wanted.starts[1:], wanted.stops[1:]
+            else:
+                self._kinds[place] = matrix.grid, matrix.box.starts, matrix.box.stops
+        return self._kinds[place]
+
+    def _pieces_of(self, matrix: Matrix, kind: _Kind) -> list[_Piece]:
+        if kind not in self._pieces:
+            wanted = _as_one_box(self.shape, matrix)
+            near = chain.from_iterable(
+                boxes for within, boxes in self._by_first_dim.items() if wanted is None or _meet(wanted, within)
+            )
+            numels = ((ranks, self._numel(matrix, wanted, box)) for box, ranks in near)
+            self._pieces[kind] = [(ranks, numel) for ranks, numel in numels if numel]
+        return self._pieces[kind]
 
     def _numel(self, matrix: Matrix, wanted: Box | None, box: Box) -> int:
         if wanted is None:
@@ -155,8 +182,23 @@ class Boxes:
 _Place: TypeAlias = tuple[tuple[int, ...], Box]
 """Where a matrix lies in its param: its grid and its box."""
 
+_Kind: TypeAlias = tuple[tuple[int, ...], ...]
+"""What says who holds a matrix."""
+
+_Interval: TypeAlias = tuple[int, ...]
+"""From where to where along the first dim; nothing where there is none."""
+
 _Piece: TypeAlias = tuple[Ranks, int]
 """Who holds some of a matrix, and how many elements that is."""
+
+
+def _meet(wanted: Box, within: _Interval) -> bool:
+    """Whether a box has anything between two places along the first dim."""
+    return not within or (wanted.starts[0] < within[1] and within[0] < wanted.stops[0])
+
+
+def _is_inside(wanted: Box, within: _Interval) -> bool:
+    return within[0] <= wanted.starts[0] and wanted.stops[0] <= within[1]
 
 
 def _as_one_box(shape: tuple[int, ...], matrix: Matrix) -> Box | None:
@@ -174,13 +216,25 @@ def _as_runs(numels: Iterable[tuple[int, int]]) -> list[Held]:
     by_rank: dict[int, int] = {}
     for rank, numel in numels:
         by_rank[rank] = by_rank.get(rank, 0) + numel
-    found: list[Held] = []
+    by_numel: dict[int, list[int]] = {}
     for rank, numel in sorted(by_rank.items()):
-        if found and found[-1][1:] == (rank, numel):
-            found[-1] = found[-1][0], rank + 1, numel
-        else:
-            found.append((rank, rank + 1, numel))
-    return found
+        by_numel.setdefault(numel, []).append(rank)
+    return sorted((*stretch, numel, step) for numel, ranks in by_numel.items() for stretch, step in _stretches(ranks))
+
+
+def _stretches(ranks: Sequence[int]) -> Iterator[tuple[tuple[int, int], int]]:
+    """Ranks in order as (first, stop) and step: neighbours together, and others if three of them are as far apart."""
+    begin = 0
+    while begin < len(ranks):
+        end, step = begin + 1, 1
+        if end < len(ranks):
+            step = ranks[end] - ranks[begin]
+            while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+                end += 1
+        if step > 1 and end - begin < 3:
+            end, step = begin + 1, 1
+        yield (ranks[begin], ranks[end - 1] + 1), step
+        begin = end
 
 
 @dataclass(frozen=True)
@@ -210,6 +264,22 @@ class BoxShards:
     def fqns(self) -> tuple[str, ...]:
         return (self.fqn,)
 
+    @property
+    def most_spans(self) -> int:
+        return 1
+
+    @property
+    def num_holders(self) -> int:
+        return sum(self.boxes.copies)
+
+    @property
+    def has_copies(self) -> bool:
+        return max(self.boxes.copies, default=1) > 1
+
+    @property
+    def is_parted(self) -> bool:
+        return len(self.boxes.copies) > 1
+
     def param_numel(self, fqn: str) -> int:
         return math.prod(self.shape)
 
@@ -234,7 +304,7 @@ class BoxShards:
         return self.boxes.ranks_by_box[self.boxes.by_rank[rank]]
 
     def ranks_of(self, matrix: Matrix) -> Ranks:
-        return tuple(rank for first, stop, _ in self.holders(matrix) for rank in range(first, stop))
+        return ranks_in(self.holders(matrix))
 
     def holders(self, matrix: Matrix) -> list[Held]:
         return self.boxes.holders(matrix)

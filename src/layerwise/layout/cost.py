@@ -97,13 +97,29 @@ def newton_schulz_flops(rows: int, cols: int, steps: int, *, gram: bool) -> int:
     return steps * (2 * oblong + square)
 
 
-def newton_schulz_workspace(rows: int, cols: int, method: str) -> int:
-    """Elements that the kernels of a GPU hold for one matrix beside it and its result, when they hold most.
+def fewest_flops(rows: int, cols: int, steps: int) -> int:
+    """FLOPs of the cheaper form with symmetric products at half their size: what no kernel can do without.
 
-    Both forms keep a normalised copy. standard: the Gram matrix and its polynomial. gram: while a segment goes on, five
-    n x n matrices; the result does not exist yet then.
+    >>> fewest_flops(4, 4, 5) == 20 * 4**3
+    True
+    """
+    short, long = min(rows, cols), max(rows, cols)
+    square, oblong, segments = short**3, short * short * long, gram_segments(steps)
+    standard = steps * (3 * oblong + square)
+    gram = 3 * len(segments) * oblong + sum(4 * length - 3 for length in segments) * square
+    return min(standard, gram)
+
+
+def newton_schulz_workspace(rows: int, cols: int, method: str) -> int:
+    """Elements that the kernels of a GPU hold for one matrix beside its own memory, which becomes that of its result.
+
+    Both forms have another X, and one n x n matrix beside it. The others lie where the next X will be; the Gram form has
+    three of them, for which that may be too small.
+
+    >>> newton_schulz_workspace(4, 4, "standard"), newton_schulz_workspace(16, 4, "gram"), newton_schulz_workspace(8, 4, "gram")
+    (32, 80, 64)
     """
     numel, square = rows * cols, min(rows, cols) ** 2
     if resolve_method(method, rows, cols) == "gram":
-        return max(numel + square, 5 * square)
-    return numel + 2 * square
+        return square + max(3 * square, numel + max(0, 3 - numel // square) * square)
+    return numel + square

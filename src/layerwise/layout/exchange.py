@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from layerwise.layout.boxes import BoxShards
 from layerwise.layout.intervals import Equal, held_equally
-from layerwise.layout.shards import Held, Ranks, ShardPlan, nearest, param_whole_on, pieces_of
+from layerwise.layout.shards import Held, Ranks, ShardPlan, held_by, nearest, param_whole_on, pieces_of
 from layerwise.layout.spans import Region, numel_in, regions_of
 from layerwise.layout.storage import BucketPlan
 from layerwise.layout.work import WorkItem, WorkPlan
@@ -170,7 +170,7 @@ def moved_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tup
             at_home = held[cohort].add_stretch(index, param.each, start, start + numel, home)
         else:
             runs = param.plan.holders(matrix)
-            total = sum((stop - first) * count for first, stop, count in runs)
+            total = sum(len(range(first, stop, step)) * count for first, stop, count, step in runs)
             if total != numel and len(homes) == 1 and isinstance(param.plan, BoxShards):
                 runs, numel = param.plan.boxes.sources(matrix, home), total  # every copy gets it back
             elif len(homes) > 1 or total != numel:
@@ -202,7 +202,7 @@ def received_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, 
         runs = param.plan.holders(matrix)
         first_holds = held[cohort].add(runs, homes[0])
         for home in homes:
-            at_home = first_holds if home == homes[0] else sum(n for first, stop, n in runs if first <= home < stop)
+            at_home = first_holds if home == homes[0] else held_by(runs, home)
             there[home] += matrix.rows * matrix.cols - at_home
             back[home] -= at_home
     for cohort, (_, back) in totals.items():
@@ -247,7 +247,9 @@ class _Held:
     that lie side by side count as one stretch."""
 
     def __init__(self, world: int) -> None:
-        self._steps = [0] * (world + 1)
+        self._world = world
+        self._changes: dict[int, list[int]] = {1: [0] * (world + 1)}
+        """By the step of runs: from the rank that comes a step before to each rank."""
         self._start, self._stop, self._each = 0, 0, 1
         """The stretch that may still grow, in elements of its bucket, and what each rank has of that."""
         self._bucket = -1
@@ -255,10 +257,13 @@ class _Held:
     def add(self, runs: Iterable[Held], home: int) -> int:
         """Count a matrix; returns how much of it its home holds."""
         at_home = 0
-        for first, stop, numel in runs:
-            self._steps[first] += numel
-            self._steps[stop] -= numel
-            if first <= home < stop:
+        for first, stop, numel, step in runs:
+            if step not in self._changes:
+                self._changes[step] = [0] * (self._world + step)
+            changes = self._changes[step]
+            changes[first] += numel
+            changes[stop if step == 1 else first + len(range(first, stop, step)) * step] -= numel
+            if first <= home < stop and (home - first) % step == 0:
                 at_home += numel
         return at_home
 
@@ -276,7 +281,12 @@ class _Held:
     def by_rank(self) -> Iterator[int]:
         """Elements that each rank holds."""
         self._close()
-        return accumulate(self._steps)
+        found = [0] * self._world
+        for step, changes in self._changes.items():
+            for offset in range(min(step, self._world)):
+                chain = slice(offset, self._world, step)
+                found[chain] = map(add, found[chain], accumulate(changes[chain]))
+        return iter(found)
 
     def _close(self) -> None:
         if self._start < self._stop:

@@ -82,12 +82,12 @@ def held_equally(start: int, stop: int, each: int) -> list[Held]:
     """How many of the elements [start, stop) each rank has, where all have intervals of one length."""
     first, last = start // each, (stop - 1) // each
     if first == last:
-        return [(first, last + 1, stop - start)]
+        return [(first, last + 1, stop - start, 1)]
     head, tail = (first + 1) * each - start, stop - last * each
     if last == first + 1:
-        return [(first, last, head), (last, last + 1, tail)]
+        return [(first, last, head, 1), (last, last + 1, tail, 1)]
     # In between there is nothing else.
-    return [(first, first + 1, head), (first + 1, last, each), (last, last + 1, tail)]
+    return [(first, first + 1, head, 1), (first + 1, last, each, 1), (last, last + 1, tail, 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Uneven:
 
     def held(self, start: int, stop: int) -> list[Held]:
         found = (
-            (rank, rank + 1, min(stop, self.borders[rank + 1]) - max(start, self.borders[rank]))
+            (rank, rank + 1, min(stop, self.borders[rank + 1]) - max(start, self.borders[rank]), 1)
             for rank in self.ranks(start, stop)
         )
         return [run for run in found if run[2] > 0]
@@ -164,7 +164,7 @@ class Copied:
         return range(self.world)
 
     def held(self, start: int, stop: int) -> list[Held]:
-        return [(0, self.world, stop - start)]
+        return [(0, self.world, stop - start, 1)]
 
     def to_json(self) -> dict[str, object]:
         return {"copies": self.world}

@@ -11,13 +11,13 @@ from operator import add
 
 from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
-from layerwise.layout.boxes import BoxShards, shards_of_params
+from layerwise.layout.boxes import shards_of_params
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts, spread
 from layerwise.layout.meshes import Placed
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
 from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
-from layerwise.layout.shards import ShardPlan
+from layerwise.layout.shards import OwnShards, ShardPlan
 from layerwise.layout.slots import IdleRun, idle_runs
 from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, plan_storage
 from layerwise.layout.work import WorkPlan, imbalance_of, plan_work
@@ -47,7 +47,7 @@ class Plan:
     buffers: tuple[BufferPlan, ...]
     works: tuple[WorkPlan, ...]
     """One work plan per domain that has matrices."""
-    own: tuple[BoxShards, ...] = ()
+    own: tuple[OwnShards, ...] = ()
     """Shards in the params' own memory; there is no buffer then."""
 
     @property
@@ -68,14 +68,10 @@ class Plan:
         return (*self.buckets, *self.own)
 
     @cached_property
-    def copied_in_parts(self) -> tuple[BoxShards, ...]:
+    def copied_in_parts(self) -> tuple[OwnShards, ...]:
         """Of the shards in the params' own memory, those of which ranks hold several parts, and several ranks each: neither
         everybody has the same nor everybody something of his own. Experts on several meshes are parts too."""
-        return tuple(
-            shard
-            for shard in self.own
-            if max(shard.boxes.copies, default=1) > 1 and (len(shard.boxes.copies) > 1 or shard.world < self.world)
-        )
+        return tuple(shard for shard in self.own if shard.has_copies and (shard.is_parted or shard.world < self.world))
 
     @property
     def is_split(self) -> bool:
@@ -292,7 +288,7 @@ def compare_plans(
         if isinstance(layout, str) and layout in drafts:
             return drafts[layout]
         buffers: tuple[BufferPlan, ...] = ()
-        own: tuple[BoxShards, ...] = ()
+        own: tuple[OwnShards, ...] = ()
         if options.memory == "params":
             own = shards_of_params(
                 table, routes, world_by_domain, placed or {}, cost=options.cost, hardware=options.hardware

@@ -6,16 +6,16 @@ and so does what somebody else has cut into boxes (`layout/boxes.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from layerwise.config.layouts import WorkPolicy
 from layerwise.layout.spans import Span, numel_in
 from layerwise.routing.matrices import Matrix
 
-Held: TypeAlias = tuple[int, int, int]
-"""(first, stop, numel): each of the ranks [first, stop) holds so many elements of a matrix. Bare, because every matrix
-has a few of them and nothing is quicker to make."""
+Held: TypeAlias = tuple[int, int, int, int]
+"""(first, stop, numel, step): each of the ranks range(first, stop, step) holds so many elements of a matrix. Bare, because
+every matrix has a few of them and nothing is quicker to make."""
 
 Ranks: TypeAlias = Sequence[int]
 """Numbers of ranks in their domain, ascending."""
@@ -69,10 +69,30 @@ class ShardPlan(Protocol):
         """Who holds any of a matrix."""
 
     def holders(self, matrix: Matrix) -> list[Held]:
-        """How much of a matrix each rank holds, copies counted for each of them; in order of rank."""
+        """How much of a matrix each rank holds, copies counted for each of them; each rank in one of them, by first ranks."""
 
     def to_json(self) -> dict[str, object]:
         """As plain data, for ranks to compare."""
+
+
+class OwnShards(ShardPlan, Protocol):
+    """Shards in the memory of the params themselves, which somebody else may have cut."""
+
+    @property
+    def most_spans(self) -> int:
+        """How many spans the rank has that has most of them."""
+
+    @property
+    def num_holders(self) -> int:
+        """How many ranks hold anything."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether several ranks hold the same elements."""
+
+    @property
+    def is_parted(self) -> bool:
+        """Whether some that hold anything hold other elements than others."""
 
 
 class Piece(NamedTuple):
@@ -99,7 +119,7 @@ def speaks_for(plan: ShardPlan, span: Span, rank: int) -> bool:
 def param_whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:
     """The ranks that hold all of a matrix's param in one span: what counts for it counts for all matrices of the param,
     and some params have hundreds."""
-    first = plan.ranks_of(matrix)[0]
+    first = plan.holders(matrix)[0][0]
     spans = plan.spans_of(matrix.fqn, first)
     is_whole = len(spans) == 1 and spans[0].numel == plan.param_numel(matrix.fqn)
     return plan.copies(spans[0], first) if is_whole else ()
@@ -107,10 +127,23 @@ def param_whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:
 
 def whole_on(plan: ShardPlan, matrix: Matrix) -> Ranks:
     """The ranks that hold a matrix whole."""
-    whole = [(first, stop) for first, stop, numel in plan.holders(matrix) if numel == matrix.rows * matrix.cols]
-    if len(whole) == 1:
-        return range(*whole[0])
-    return tuple(rank for first, stop in whole for rank in range(first, stop))
+    return ranks_in([run for run in plan.holders(matrix) if run[2] == matrix.rows * matrix.cols])
+
+
+def held_by(runs: Iterable[Held], rank: int) -> int:
+    """How much a rank has, according to runs of which it is in one at most."""
+    for first, stop, numel, step in runs:
+        if first <= rank < stop and (rank - first) % step == 0:
+            return numel
+    return 0
+
+
+def ranks_in(runs: Sequence[Held]) -> Ranks:
+    """The ranks of some runs, in order."""
+    if len(runs) == 1:
+        ((first, stop, _, step),) = runs
+        return range(first, stop, step)
+    return tuple(sorted(rank for first, stop, _, step in runs for rank in range(first, stop, step)))
 
 
 def nearest(ranks: Ranks, to: int, world: int) -> int:

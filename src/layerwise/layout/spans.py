@@ -72,6 +72,23 @@ class Region(NamedTuple):
             numel *= size
         return numel
 
+    @property
+    def is_stretch(self) -> bool:
+        """Whether its elements lie side by side and in order, in the shard and in the matrix.
+
+        >>> Region((4, 6), Address(0, (6, 1)), Address(12, (6, 1))).is_stretch
+        True
+        >>> Region((4, 6), Address(0, (6, 1)), Address(12, (9, 1))).is_stretch
+        False
+        """
+        plain = row_major_strides(self.shape)
+        return all(
+            size == 1 or (there == expected and here == expected)
+            for size, expected, there, here in zip(
+                self.shape, plain, self.in_shard.strides, self.in_matrix.strides, strict=True
+            )
+        )
+
 
 def regions_of(matrix: Boxed, span: Span) -> tuple[Region, ...]:
     """What a span of its param has of a matrix, in the span's order."""

@@ -26,11 +26,11 @@ class StatsSizes(NamedTuple):
     """One count per trainable param of any stage."""
     missing: int
     """Likewise."""
-    nonfinite: int
-    """Likewise."""
     disagreeing: int
     """One number per param that ranks hold in parts, with copies: it is zero where all copies of a part have a gradient, or
     none of them has."""
+    nonfinite: int
+    """One count per trainable param of any stage."""
 
     @property
     def numel(self) -> int:
@@ -46,4 +46,4 @@ def stats_sizes(*, norm_groups: int, stages: int, ties: int, params: int, parted
     22
     """
     words = HASH_WORDS * (stages + ties)
-    return StatsSizes(norm_groups, 1, 1, stages, stages, words, words, params, params, params, parted)
+    return StatsSizes(norm_groups, 1, 1, stages, stages, words, words, params, params, parted, params)

@@ -174,9 +174,9 @@ class BucketPlan:
             start = placement.offset + matrix.box.starts[0]
             return self.shards.held(start, start + matrix.rows * matrix.cols)
         if not self.shards.is_split:
-            return [(0, self.world, matrix.numel)]
+            return [(0, self.world, matrix.numel, 1)]
         found = (
-            (rank, rank + 1, matrix.numel_within(start - placement.offset, stop - placement.offset))
+            (rank, rank + 1, matrix.numel_within(start - placement.offset, stop - placement.offset), 1)
             for rank in self.ranks_of(matrix)
             for start, stop in ((self.shards.start(rank), self.shards.stop(rank)),)
         )

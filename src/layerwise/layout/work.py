@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
-from layerwise.layout.shards import Held, Ranks, ShardPlan, param_whole_on, whole_on
+from layerwise.layout.shards import Held, Ranks, ShardPlan, held_by, param_whole_on, whole_on
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.rules import Route
 
@@ -28,7 +28,7 @@ DEFAULT_COHORT_NUMEL = 32 * 1024 * 1024
 """Elements that each rank has in flight per cohort, on average. 64 MiB in bf16: well past where links reach their
 bandwidth."""
 
-_STAYING_COHORT = 4
+_STAYING_COHORT = 8
 """How much larger a cohort is that goes nowhere. Nothing waits for a wire then, and large batches of one shape are what
 products are fast at: the memory of a step bounds them alone."""
 
@@ -151,9 +151,7 @@ def _nearest_of_equals(shapes: Iterable[Mapping[int, Sequence[Held]]], home_by_k
         # what is left for him.)
         for key, runs in held.items():
             home = home_by_key[key]
-            for first, stop, numel in runs:
-                if first <= home < stop:
-                    saved -= numel
+            saved -= held_by(runs, home)
         if saved >= 0:
             home_by_key.update(dealt)
 
@@ -161,22 +159,27 @@ def _nearest_of_equals(shapes: Iterable[Mapping[int, Sequence[Held]]], home_by_k
 def _greedily(held: Mapping[int, Sequence[Held]], free: Counter[int]) -> tuple[dict[int, int], int]:
     """A home for those matrices that find room with one of their holders, the largest share first, and how many
     elements need not move because of it; takes them from `free`."""
-    wishes: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    wishes: dict[int, list[tuple[int, Held]]] = defaultdict(list)
     for key, runs in held.items():
-        for first, stop, numel in runs:
-            wishes[numel].append((key, first, stop))
+        for run in runs:
+            wishes[run[2]].append((key, run))
     placed: dict[int, int] = {}
     saved = 0
+    # Room only shrinks: of the ranks of a run, those before the one that the last matrix found are full for good.
+    begins: dict[Held, int] = {}
     for numel in sorted(wishes, reverse=True):
-        for key, first, stop in wishes[numel]:
+        for key, run in wishes[numel]:
             if key in placed:
                 continue
-            for rank in range(first, stop):
+            first, stop, _, step = run
+            for rank in range(begins.get(run, first), stop, step):
                 if free.get(rank):
-                    placed[key] = rank
+                    placed[key] = begins[run] = rank
                     free[rank] -= 1
                     saved += numel
                     break
+            else:
+                begins[run] = stop
     return placed, saved
 
 
@@ -191,14 +194,15 @@ def _nearest_ranks(
         for key, runs in held.items():
             home = home_by_key[key]
             row = home * world
-            for first, stop, numel in runs:
+            for first, stop, numel, step in runs:
                 if stop - first == 1:
                     stays[row + first] += numel
-                elif first <= home < stop:
+                elif first <= home < stop and (home - first) % step == 0:
                     stays[row + home] += numel
                 else:  # All in it are alike: it is enough to look at some, and at other ones for other homes.
-                    for step in range(home, home + min(stop - first, _LOOKED_AT)):
-                        stays[row + first + step % (stop - first)] += numel
+                    count = len(range(first, stop, step))
+                    for number in range(home, home + min(count, _LOOKED_AT)):
+                        stays[row + first + number % count * step] += numel
     place: dict[int, int] = {}
     free = set(range(world))
     for _, pair in sorted((-numel, pair) for pair, numel in stays.items()):
@@ -247,25 +251,29 @@ def _cohorts(
     return cohorts
 
 
-def _staying_cohorts(stacks: Iterable[_Stack], most_numel: int) -> list[int]:
-    """The cohort of each matrix where every rank does everything: matrices of one shape together, in equal parts of at most
-    `most_numel` elements, and small parts of several shapes in one cohort."""
+def _staying_cohorts(stacks: Iterable[_Stack], cohort_numel: int) -> list[int]:
+    """The cohort of each matrix where every rank does everything: matrices of one shape together, in equal parts that are
+    larger than a cohort may be elsewhere, and small parts of several shapes in one cohort, as long as that is not larger
+    than there, or than the largest part."""
     by_shape: dict[Shape, list[int]] = defaultdict(list)
     matrices = [matrix for stack in stacks for matrix in stack.matrices]
     for position, matrix in enumerate(matrices):
         by_shape[matrix.rows, matrix.cols].append(position)
-    cohorts, cohort, filled = [0] * len(matrices), 0, 0
+    most_numel = _STAYING_COHORT * cohort_numel
+    parts: list[tuple[list[int], int]] = []
     for (rows, cols), positions in by_shape.items():
-        parts = max(1, -(-len(positions) * rows * cols // most_numel))
-        length = -(-len(positions) // parts)
+        length = -(-len(positions) // max(1, -(-len(positions) * rows * cols // most_numel)))
         for first in range(0, len(positions), length):
             part = positions[first : first + length]
-            numel = len(part) * rows * cols
-            if filled and filled + numel > most_numel:
-                cohort, filled = cohort + 1, 0
-            filled += numel
-            for position in part:
-                cohorts[position] = cohort
+            parts.append((part, len(part) * rows * cols))
+    bound = max(cohort_numel, *(numel for _, numel in parts), 0)
+    cohorts, cohort, filled = [0] * len(matrices), 0, 0
+    for part, numel in parts:
+        if filled and filled + numel > bound:
+            cohort, filled = cohort + 1, 0
+        filled += numel
+        for position in part:
+            cohorts[position] = cohort
     return cohorts
 
 
@@ -308,7 +316,7 @@ def plan_work(
     _nearest_of_equals(held_by_shape, home_by_key)
     place = _nearest_ranks(held_by_shape, home_by_key, before)
     if all(homes is not None and len(homes) == world for homes_of in given for homes in homes_of):
-        cohorts = _staying_cohorts(stacks, _STAYING_COHORT * cohort_numel)
+        cohorts = _staying_cohorts(stacks, cohort_numel)
     else:
         cohorts = _cohorts(stacks, given, world, cohort_numel)
     items: list[WorkItem] = []

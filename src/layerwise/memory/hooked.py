@@ -165,5 +165,10 @@ def grads_of(params: Iterable[Tensor]) -> Iterable[Tensor | None]:
 def take_grad(param: Tensor) -> Tensor | None:
     """A param's `.grad`, taken away by ourselves."""
     found = grad_of(param)
-    _GRAD.__set__(param, None)
+    drop_grad(param)
     return found
+
+
+def drop_grad(param: Tensor) -> None:
+    """Have a param have no `.grad`."""
+    _GRAD.__set__(param, None)

@@ -225,7 +225,7 @@ class Optimizer(torch.optim.Optimizer):
         self._whole = None
         # An update is what it is, also in the middle of a forward's autocast.
         with torch.autocast(self.engine.storage.device.type, enabled=False):
-            self.stepper.step(self._live())
+            self.stepper.step(self._live)
         self._steps.fill_(self.engine.count.steps)
         return loss
 
@@ -234,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
     def clip_next_step(self, max_norm: float) -> Tensor:
         """`DataParallel.clip_grad_norm_`: the norm of the gradients as they are, which the coming step is clipped by."""
         self.engine.check_bound()
-        return torch.tensor(self.stepper.clip_next_step(max_norm, self._live()), device=self.engine.storage.device)
+        return torch.tensor(self.stepper.clip_next_step(max_norm, self._live), device=self.engine.storage.device)
 
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:

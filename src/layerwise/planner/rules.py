@@ -56,7 +56,11 @@ def schedule_for(plan: Plan, rules: Rules) -> CommSchedule:
     trainable = sum(route.family != "frozen" for route in plan.routes.values())
     return plan.schedule(
         stats_numel=stats_sizes(
-            norm_groups=_FAMILIES, stages=1, ties=0, params=trainable, parted=len(plan.copied_in_parts)
+            norm_groups=_FAMILIES,
+            stages=1,
+            ties=0,
+            params=trainable,
+            parted=sum(len(shard.fqns) for shard in plan.copied_in_parts),
         ).numel,
         wire_dtypes=wire_dtypes_for(plan, rules),
         exchange=rules.matrix.is_matrix_rule,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from random import Random
 from unittest import mock
@@ -77,7 +77,7 @@ def test_any_box_of_any_chunking_is_read(shape: Shape, dtype: str, rng: Random) 
                 assert item[chunk.data - chunk.offset :][:nbytes] == bits(alone)
         for name, facts in manifest.files.items():
             written = (folder / name).read_bytes()
-            assert facts == (len(written), hashlib.sha256(written).hexdigest())
+            assert facts == (len(written), f"{zlib.crc32(written):08x}" if written else "")
             assert damage_of(folder, name, facts) is None
 
 
@@ -120,7 +120,10 @@ def test_damage_is_told_by_its_kind(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for place in (0, len(whole) // 2, len(whole) - 1):
         path.write_bytes(bytes([*whole[:place], whole[place] ^ 4, *whole[place + 1 :]]))
-        assert damage_of(tmp_path, "a.distcp", facts) == "a.distcp has another SHA-256 than it was written with"
+        assert (
+            damage_of(tmp_path, "a.distcp", facts)
+            == f"a.distcp has other bytes than were written, from 0 to {facts.nbytes}"
+        )
     path.write_bytes(whole[:-1])
     assert damage_of(tmp_path, "a.distcp", facts) == f"a.distcp has {len(whole) - 1} bytes, expected {len(whole)}"
     path.unlink()

@@ -61,6 +61,14 @@ def test_momentum_is_an_average_and_nesterov_looks_one_step_ahead(nesterov: bool
         assert joined(grads) == close(ahead if nesterov else kept)
 
 
+def test_momentum_goes_elsewhere_in_the_dtype_there() -> None:
+    grads, momenta = two_runs(GRADS[0]), two_runs([0.0] * 4)
+    expected = [(0.3 + 0.7 * 0.3) * g for g in GRADS[0]]
+    into = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
+    momentum_(grads, momenta, into, momentum=0.7, nesterov=True)
+    assert joined(into) == [float(torch.tensor(e).bfloat16()) for e in expected]
+
+
 def test_an_update_is_taken_off_with_the_factor_of_its_run() -> None:
     masters = two_runs(WEIGHTS)
     subtract_scaled_(masters, two_runs(GRADS[0]), [0.5, 3.0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layerwise.kernels import stats
-from layerwise.kernels.stats import group_sums, masked_sums, square_sums
+from layerwise.kernels.stats import add_totals, group_sums, masked_sums, square_sums
 
 
 def test_sums_of_a_group_are_taken_in_the_order_of_its_values() -> None:
@@ -43,3 +43,12 @@ def test_a_long_span_is_summed_in_pieces_one_after_the_other(monkeypatch: pytest
     monkeypatch.setattr(stats, "_CHUNK", 4)
     span = torch.tensor([3.0, 1.0, 2.0, 5.0, 7.0, 1.0, 4.0, 2.0, 6.0])
     assert square_sums([span, span[:0], span[:4]]).tolist() == [145.0, 0.0, 39.0]
+
+
+def test_totals_leave_out_what_counts_in_no_group_but_not_what_is_wrong_with_it() -> None:
+    groups, nonfinite = torch.zeros(2, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    sums = torch.tensor([1.0, 2.0, math.nan, 4.0, math.inf], dtype=torch.float64)
+    group_of, place_of = torch.tensor([0, 1, -1, 0, -1]), torch.tensor([0, 1, 1, 2, 1])
+    add_totals(sums, group_of, place_of, groups=groups, nonfinite=nonfinite)
+    assert groups.tolist() == [5.0, 2.0]
+    assert nonfinite.tolist() == [0.0, 2.0, 0.0]

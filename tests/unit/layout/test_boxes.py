@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 
 from layerwise.layout.boxes import Boxes, BoxShards
 from layerwise.layout.cost import Hardware
-from layerwise.layout.meshes import copied_on
+from layerwise.layout.meshes import Cut, copied_on, over
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
-from layerwise.layout.shards import nearest, pieces_of, whole_on
+from layerwise.layout.shards import Held, held_by, nearest, pieces_of, whole_on
 from layerwise.layout.spans import Block, Span
 from layerwise.routing.geometry import Box
 from layerwise.routing.matrices import Matrix
@@ -50,23 +51,26 @@ def check(shape: tuple[int, ...], boxes: tuple[Box, ...], matrices: tuple[Matrix
         holding = [rank for rank in ranks if numels[rank]]
         assert list(plan.ranks_of(matrix)) == holding
         runs = plan.holders(matrix)
-        assert [(rank, numel) for first, stop, numel in runs for rank in range(first, stop)] == [
-            (rank, numels[rank]) for rank in holding
-        ]
+        assert told(runs) == [(rank, numels[rank]) for rank in holding]
+        assert [first for first, *_ in runs] == sorted(first for first, *_ in runs)
+        assert all(held_by(runs, rank) == numels[rank] for rank in ranks)
         assert list(whole_on(plan, matrix)) == [rank for rank in ranks if numels[rank] == len(wanted)]
         for home in ranks:
             sent = [0 for _ in ranks]
             for span, holders in pieces_of(plan, matrix):
                 sent[nearest(holders, home, plan.world)] += len(wanted & set(elements(shape, span)))
             sources = plan.boxes.sources(matrix, home)
-            assert [(rank, numel) for first, stop, numel in sources for rank in range(first, stop)] == [
-                (rank, numel) for rank, numel in enumerate(sent) if numel
-            ]
+            assert told(sources) == [(rank, numel) for rank, numel in enumerate(sent) if numel]
         # Each element once, however many copies there are.
         pieces = list(pieces_of(plan, matrix))
         assert sorted(at for span, _ in pieces for at in elements(shape, span) if at in wanted) == sorted(wanted)
         for span, holders in pieces:
             assert list(holders) == [rank for rank in ranks if held[rank] == elements(shape, span)]
+
+
+def told(runs: Sequence[Held]) -> list[tuple[int, int]]:
+    """Every rank that runs name, as often as they do, and how much it has."""
+    return sorted((rank, numel) for first, stop, numel, step in runs for rank in range(first, stop, step))
 
 
 def elements(shape: tuple[int, ...], span: Span) -> list[int]:
@@ -145,6 +149,44 @@ def test_a_stack_of_experts_cut_along_each_dim() -> None:
         check((4, 3, 2), boxes_of((4, 3, 2), (dim, borders)) * 2, experts)
 
 
+def test_experts_on_every_so_many_ranks() -> None:
+    """Expert parallelism is the inner dim of the mesh: an expert is on every second rank, or third, evenly or not."""
+    experts = tuple(matrix_of("w", e, 5, 2, (6, 5, 2), Box((e, 0, 0), (e + 1, 5, 2))) for e in range(6))
+    steps = set()
+    for shards, (places, borders) in itertools.product((3, 4, 5), ((2, (0, 3, 6)), (3, (0, 2, 4, 6)), (2, (0, 4, 6)))):
+        each = -(-5 // shards)
+        rows = tuple(min(part * each, 5) for part in range(shards + 1))
+        for copies in (1, 2):
+            boxes = boxes_of((6, 5, 2), (1, rows), (0, borders)) * copies
+            check((6, 5, 2), boxes, experts)
+            plan = BoxShards(0, "dense", "w", Boxes((6, 5, 2), boxes))
+            found = {step for expert in experts for *_, step in plan.holders(expert)}
+            assert found <= {1, places}
+            steps |= found
+    assert steps == {1, 2, 3}
+
+
+def test_holders_of_thousands_of_experts_are_looked_up_once_for_all_that_are_held_alike() -> None:
+    """4096 ranks: each expert is cut over every eighth of them. What is counted is work, not time."""
+    shape, ranks, ep = (256, 2048, 7168), 4096, 8
+    boxes = Boxes(shape, over((ranks // ep, Cut(1)), (ep, Cut(0))).boxes(shape, ranks))
+    experts = [matrix_of("w", e, *shape[1:], shape, Box((e, 0, 0), (e + 1, *shape[1:]))) for e in range(shape[0])]
+    looked_at = []
+
+    def counted(matrix: Matrix, wanted: Box | None, box: Box) -> int:
+        looked_at.append(box)
+        return numel_of(matrix, wanted, box)
+
+    numel_of, boxes._numel = boxes._numel, counted  # type: ignore[method-assign]
+    plan = BoxShards(0, "dense", "w", boxes)
+    for number, expert in enumerate(experts):
+        place = number * ep // shape[0]
+        numel = shape[1] * shape[2] * ep // ranks
+        assert plan.holders(expert) == [(place, ranks - ep + place + 1, numel, ep)]
+        assert plan.ranks_of(expert) == range(place, ranks, ep)
+    assert len(looked_at) == ranks  # not ranks times experts: a box is looked at for one expert that it is a part of
+
+
 def test_interleaved_rows_cut_along_columns() -> None:
     check((12, 5), boxes_of((12, 5), (1, (0, 2, 5)), (0, (0, 7, 12))), interleaved_blocks("w", 3, (2, 1, 1), 5))
 
@@ -154,8 +196,8 @@ def test_replicas_of_a_mesh_are_copies_and_ranks_of_one_shard_are_in_order() -> 
     plan = BoxShards(0, "dense", "w", Boxes((4, 2), boxes_of((4, 2), (0, (0, 2, 4))) * 2))
     matrix = matrix_of("w", 0, 4, 2, (4, 2), Box((0, 0), (4, 2)))
     assert [plan.copies(plan.spans(rank)[0], rank) for rank in range(4)] == [(0, 2), (1, 3)] * 2
-    assert plan.holders(matrix) == [(0, 4, 4)]
-    assert plan.ranks_of(matrix) == (0, 1, 2, 3)
+    assert plan.holders(matrix) == [(0, 4, 4, 1)]
+    assert list(plan.ranks_of(matrix)) == [0, 1, 2, 3]
     assert plan.spans(1) == (Span("w", Block((4, 2), Box((2, 0), (4, 2))), 0, 4, 0),)
     assert [holders for _, holders in pieces_of(plan, matrix)] == [(0, 2), (1, 3)]
 

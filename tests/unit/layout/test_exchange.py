@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.layout.exchange import Exchange, Leg, Parcel, exchange_for, sent_numel
+from layerwise.layout.exchange import Exchange, Leg, Parcel, exchange_for, received_numel, sent_numel
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.spans import Address, Span
@@ -263,6 +263,17 @@ def test_every_copy_and_every_home_has_its_nearest_peer(case: Worked) -> None:
                 homes = case.work.items[parcel.item].homes
                 assert parcel.holder not in homes
                 assert table.rank == homes[parcel.holder * len(homes) // case.work.world]
+
+
+@LIGHT
+@given(anyhow)
+def test_received_numel_is_the_sum_over_all_tables(case: Worked) -> None:
+    totals = received_numel(case.work, case.by_index)
+    for cohort in range(case.work.num_cohorts):
+        there, back = totals.get(cohort, ([0] * case.work.world, [0] * case.work.world))
+        tables = tables_of(case, cohort)
+        assert list(there) == [sum(table.there.receive_splits) for table in tables]
+        assert list(back) == [sum(table.back.receive_splits) for table in tables]
 
 
 @LIGHT

@@ -30,7 +30,7 @@ def home_of(item: WorkItem) -> int:
 
 def held_by_rank(plan: ShardPlan, item: WorkItem) -> dict[int, int]:
     """How much of a matrix each rank holds, as the shard plan says it."""
-    return {rank: numel for first, stop, numel in plan.holders(item.matrix) for rank in range(first, stop)}
+    return {rank: numel for first, stop, numel, step in plan.holders(item.matrix) for rank in range(first, stop, step)}
 
 
 @LIGHT
@@ -201,7 +201,7 @@ def test_trading_places_keeps_loads_and_never_moves_more_elements(
 
 def test_ranks_with_different_loads_before_do_not_trade_places() -> None:
     """Matrix 0 lies with rank 1, matrix 1 with rank 2, matrix 2 with rank 0; each has its home one rank further down."""
-    shapes = [{0: [(1, 2, 10)], 1: [(2, 3, 10)], 2: [(0, 1, 10)]}]
+    shapes = [{0: [(1, 2, 10, 1)], 1: [(2, 3, 10, 1)], 2: [(0, 1, 10, 1)]}]
     homes = {0: 0, 1: 1, 2: 2}
     assert work_module._nearest_ranks(shapes, homes, [0, 0, 0]) == [1, 2, 0]
     assert work_module._nearest_ranks(shapes, homes, [7, 0, 0]) == [0, 2, 1]

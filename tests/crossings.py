@@ -332,16 +332,20 @@ class Cut(Kind):
     def worlds(self) -> tuple[int, ...]:  # type: ignore[override]
         return tuple(self.meshes)
 
-    def build(self, rank: int, world: int, salt: int, dtype: torch.dtype, hyper: Hyper) -> Run:
+    def cut(self, rank: int, world: int, salt: int, dtype: torch.dtype) -> tuple[Whole, nn.Module, dict[str, Box]]:
+        """The model, what torch has made of it, and this rank's part of every param."""
         mesh, model = self.meshes[world], filled(salt, dtype)
-        before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        trained = dict(model.named_parameters())
+        before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
         given = mesh.cut(model)
-        boxes = {name: mesh.box(model, name, before[name].shape, rank) for name in trained}
+        boxes = {name: mesh.box(model, name, tensor.shape, rank) for name, tensor in before.items()}
         for name, param in model.named_parameters():
             if not same(local(param.detach()), before[name][boxes[name]]):
                 raise AssertionError(f"{name} is not {boxes[name]} on rank {rank}: the scene itself is wrong")
-        optimizer = layerwise.Optimizer(given, **rules(hyper), count_zeros=True)
+        return model, given, boxes
+
+    def build(self, rank: int, world: int, salt: int, dtype: torch.dtype, hyper: Hyper) -> Run:
+        model, given, boxes = self.cut(rank, world, salt, dtype)
+        mesh, optimizer = self.meshes[world], layerwise.Optimizer(given, **rules(hyper), count_zeros=True)
         first = mesh.first_expert(model, rank, "blocks.1.experts.up")
         return Run(given, optimizer, [model], boxes=boxes, lies_alike=not mesh.ddp, first_expert=first)
 
@@ -480,4 +484,20 @@ def load_all(
         take_step(oracle, STEPS, run.votes)
         seen = run.differences(oracle, constants, stepped=True)
         found += [f"{crossing}, rank {rank}, one step later: {text}" for text in seen]
+    return found
+
+
+def load_weights(rank: int, world: int, folder: str, crossings: Sequence[Crossing]) -> list[str]:
+    """Load weights alone, into models that nobody trains here; returns what is not as the oracle has it."""
+    found = []
+    for crossing in crossings:
+        kind = KINDS[crossing.loaded.kind]
+        assert isinstance(kind, Cut)
+        model, given, boxes = kind.cut(rank, world, 1, crossing.into)
+        layerwise.load(Path(folder) / crossing.file, given)
+        expected = {**oracle_of(crossing).weights(), **constants_in(crossing)}
+        for name, tensor in model.state_dict().items():
+            name = "embed.weight" if name == "head.weight" else name
+            if not same(local(tensor), expected[name][boxes.get(name, ...)]):
+                found.append(f"{crossing}, rank {rank}, weights alone: {name}")
     return found

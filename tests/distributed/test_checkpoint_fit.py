@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import layerwise
 from layerwise.checkpoint import loading
 from layerwise.checkpoint.files import Reader
+from layerwise.comm.handles import Handle
+from layerwise.engine.publisher import Publisher
 from layerwise.errors import CheckpointError
 from tests.crossings import KINDS, hyper_of
 from tests.ranks import raised, run_ranks
@@ -429,6 +431,24 @@ def test_what_no_stage_has_is_named_and_what_another_has_is_not(tmp_path: Path) 
 
 
 # ------------------------------------------------------------------------------------------------ ranks that fail alone
+
+
+def unpublished(rank: int, world: int, folder: str) -> list[str]:
+    """Weights do not follow masters after loading, on any rank."""
+    _, wrapped, optimizer = build(SAVED)
+    layerwise.save(f"{folder}/saved", wrapped, optimizer)
+    _, wrapped, optimizer = build(replace(SAVED, salt=1))
+    nothing = lambda self, replica, message, op: Handle("a gather of nothing", replica.landing)  # noqa: E731
+    with mock.patch.object(Publisher, "_start", nothing):
+        text = raised(lambda: layerwise.load(f"{folder}/saved", wrapped, optimizer))
+    return [text, raised(optimizer.step), raised(lambda: layerwise.save(f"{folder}/again", wrapped, optimizer))]
+
+
+def test_weights_that_are_not_what_masters_round_to_stop_every_rank_for_good(tmp_path: Path) -> None:
+    for text, step, save in run_ranks(2, unpublished, str(tmp_path)):
+        assert text == "CheckpointError: ranks 0 and 1 have different weights after loading."
+        assert step == save
+        assert step.startswith("StateError: loading ended half way")
 
 
 def fail(rank: int, world: int, folder: str, wrong: str) -> list[Any]:

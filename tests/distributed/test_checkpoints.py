@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerwise.checkpoint.files import Reader
 from layerwise.routing.geometry import Box
-from tests.crossings import KINDS, RULES, Crossing, Ranks, Sabotage, load_all, save_all
+from tests.crossings import KINDS, RULES, Crossing, Cut, Ranks, Sabotage, load_all, load_weights, save_all
 from tests.ranks import run_ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -68,14 +68,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("crossings")
 
 
-def cross(folder: Path, chosen: list[Crossing], sabotage: Sabotage | None = None) -> list[str]:
-    """Save what is not there yet, load all of it, and bring home what is not as the oracle has it. All that is done on as
-    many ranks is done on the same ones."""
+def save(folder: Path, chosen: list[Crossing]) -> list[str]:
+    """Save what is not there yet. All that is done on as many ranks is done on the same ones."""
     found: list[str] = []
     for world in WORLDS:
         new = {one.file: one for one in chosen if one.saved.world == world and not (folder / one.file).exists()}
         if new:
             found += [text for texts in run_ranks(world, save_all, str(folder), list(new.values())) for text in texts]
+    return found
+
+
+def cross(folder: Path, chosen: list[Crossing], sabotage: Sabotage | None = None) -> list[str]:
+    """Save what is not there yet, load all of it, and bring home what is not as the oracle has it."""
+    found = save(folder, chosen)
     for world in WORLDS:
         mine = [one for one in chosen if one.loaded.world == world]
         if mine:
@@ -93,6 +98,22 @@ def test_what_any_kind_has_saved_another_loads_to_the_bit(folder: Path, world: i
 @pytest.mark.parametrize("loads", sorted({one.loaded for one in CROSSINGS}), ids=named)
 def test_what_every_kind_has_saved_is_loaded_to_the_bit(folder: Path, loads: Ranks) -> None:
     found = cross(folder, [one for one in CROSSINGS if one.loaded == loads])
+    assert not found, "\n".join(found[:20])
+
+
+CUTS = [Ranks(name, world) for name, kind in KINDS.items() if isinstance(kind, Cut) for world in kind.worlds]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_weights_alone_go_into_any_module(folder: Path, world: int) -> None:
+    """Masters, where there are any: a model that is loaded in fp32 has all of their digits."""
+    chosen = [
+        Crossing(Ranks("flat", 3), to, "muon", BF16, (FP32, BF16)[number % 2])
+        for number, to in enumerate(CUTS)
+        if to.world == world
+    ]
+    save(folder, chosen[:1])
+    found = [text for texts in run_ranks(world, load_weights, str(folder), chosen) for text in texts]
     assert not found, "\n".join(found[:20])
 
 

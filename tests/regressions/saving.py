@@ -169,6 +169,7 @@ class Sparse(nn.Module):
         self.norm = nn.LayerNorm(2)
         self.register_buffer("nothing", torch.zeros(0, 4))
         self.frozen = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+        self.trained = nn.Parameter(torch.zeros(0, 3))
 
 
 EMPTY: dict[str, Any] = {"list": [], "dict": {}, "tuple": (), "deep": [[], {"a": ()}], "tensor": torch.zeros(0, 2)}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerwise.checkpoint.contents import MODEL, ParamFacts, Part
+from layerwise.checkpoint.contents import MODEL, ParamFacts, Part, stacked
 from layerwise.comm.groups import Groups, all_ranks
 from layerwise.comm.sharded import groups_of, is_sharded, local_of, placements_of, reshard
 from layerwise.layout.meshes import Placed, copied_on
 from layerwise.models import names
 from layerwise.models.names import unwrapped
 from layerwise.models.table import domains_by_prefix, named_params
+from layerwise.routing.spec import EXPERT
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class BareModule:
     module: nn.Module
     groups: Groups
     placed: Mapping[str, Placed]
+    domain_of: Callable[[str], str]
     optimizer: None = None
 
     @classmethod
@@ -32,11 +34,11 @@ class BareModule:
         if isinstance(module, DistributedDataParallel):
             module = unwrapped(module.module)
         reshard((module,))
-        params = dict(named_params(module))
+        params, domain_of = dict(named_params(module)), domains_by_prefix(module)
         if not any(map(is_sharded, params.values())):
-            return cls(module, all_ranks(), {})
-        groups, placed = placements_of(groups_of(params, None), params, domains_by_prefix(module))
-        return cls(module, groups, placed)
+            return cls(module, all_ranks(), {}, domain_of)
+        groups, placed = placements_of(groups_of(params, None), params, domain_of)
+        return cls(module, groups, placed, domain_of)
 
     def facts(self) -> dict[str, ParamFacts]:
         """Every param, with its other names."""
@@ -45,7 +47,7 @@ class BareModule:
         for name, param in names.named_parameters(self.module, remove_duplicate=False):
             known = first.setdefault(id(param), name)
             if known == name:
-                found[name] = ParamFacts(list(param.shape), "", [], [])
+                found[name] = ParamFacts(list(self._whole(name, param)), "", [], [])
             else:
                 found[known].aliases.append(name)
         return found
@@ -60,7 +62,7 @@ class BareModule:
             yield from self._parts(name, buffer)
 
     def constant_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(one.shape) for name, one in names.named_buffers(self.module, persistent=True)}
+        return {name: self._whole(name, one) for name, one in names.named_buffers(self.module, persistent=True)}
 
     def state(self) -> Iterator[Part]:
         yield from ()
@@ -68,8 +70,20 @@ class BareModule:
     def home_state(self) -> Iterator[Part]:
         yield from ()
 
+    def _place(self, name: str) -> tuple[int, int]:
+        """Which part of a param that is other experts on other ranks this rank has, and of how many."""
+        if not self.placed or self.domain_of(name) != EXPERT:
+            return 0, 1
+        return self.groups.expert_place, self.groups.expert_places
+
+    def _whole(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        return stacked(tuple(tensor.shape), self._place(name)[1])
+
     def _parts(self, name: str, tensor: Tensor) -> Iterator[Part]:
-        shape, world = tuple(tensor.shape), self.groups.world
-        box = self.placed.get(name, copied_on(world)).box(shape, self.groups.rank)
+        shape, domain = tuple(tensor.shape), self.groups.domains[self.domain_of(name)]
+        box = self.placed.get(name, copied_on(domain.world)).box(shape, domain.rank)
+        place, places = self._place(name)
+        if places > 1 and shape:
+            box = box.moved(place * shape[0])
         if box.numel:
-            yield Part(f"{MODEL}.{name}", shape, box, local_of(tensor).detach(), False)
+            yield Part(f"{MODEL}.{name}", stacked(shape, places), box, local_of(tensor).detach(), False)

@@ -160,7 +160,7 @@ class Contents:
     def constant_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of those, whoever has any of them."""
         return {
-            self.name_of(name): _stacked(tuple(tensor.shape), self._place(name)[1])
+            self.name_of(name): stacked(tuple(tensor.shape), self._place(name)[1])
             for name, tensor, _, _ in self.engine.constants_here()
         }
 
@@ -184,7 +184,7 @@ class Contents:
             rule = rules.get(param.fqn)
             keeps = rule is not None and rule.is_matrix_rule and rule.home_state(1, 1)
             found[self.name_of(param.fqn)] = ParamFacts(
-                list(_stacked(param.shape, places)),
+                list(stacked(param.shape, places)),
                 FROZEN if not param.trainable else "" if rule is None else rule.kind,
                 _split_of(plan.routes[param.fqn], param.shape) if keeps else [],
                 [self._plain(name) for name in (*param.aliases, *self._other_copies(param.fqn))],
@@ -226,6 +226,8 @@ class Contents:
 
     def _of_shard(self, key: str, fqn: str, shard: Shard, flat: Tensor) -> Iterator[Part]:
         rank, shape = self._rank(fqn), tuple(self.engine.storage.params[fqn].shape)
+        if 0 in shape:  # nobody has a span of it, and it is there
+            yield self._part(key, fqn, shape, _whole(shape), flat[:0].view(shape), (0,), rank)
         for span in shard.spans_by_fqn.get(fqn, ()):
             copies, at = shard.plan.copies(span, rank), span.shard_offset
             for box in _boxes(span, shape):
@@ -242,7 +244,7 @@ class Contents:
         place, places = self._place(fqn)
         if places > 1 and shape:
             box = box.moved(place * shape[0])
-            shape = _stacked(shape, places)
+            shape = stacked(shape, places)
         chosen = copies[zlib.crc32(f"{key} {box.starts}".encode()) % len(copies)]
         return Part(key, shape, box, tensor, chosen == rank and self._speaks(fqn))
 
@@ -251,7 +253,8 @@ def _whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-def _stacked(shape: tuple[int, ...], places: int) -> tuple[int, ...]:
+def stacked(shape: tuple[int, ...], places: int) -> tuple[int, ...]:
+    """The shape of the experts of all ranks, which lie one behind the other."""
     return (shape[0] * places, *shape[1:]) if shape else shape
 
 

@@ -143,6 +143,8 @@ class Optimizer(torch.optim.Optimizer):
         # Clipping and skipping are decided by every rank for itself, from the same numbers: by the same rules too.
         agree(groups, "optimizer arguments", planned.common_facts(), across_stages=True)
         self._planned = planned
+        self.given_rates = {group.name: group.rule.lr for group in planned.groups}
+        """What every param group began with: a schedule may have changed it since."""
         super().__init__([group.as_param_group(self.engine.storage.params) for group in planned.groups], {})
         self._is_sealed = True
         dtypes = {fqn: group.rule.wire_dtype for group in planned.groups for fqn in group.fqns}
@@ -169,11 +171,6 @@ class Optimizer(torch.optim.Optimizer):
     def plan(self) -> Plan:
         """What was decided: `.digest`, `.describe()`, `.route(fqn).reason`; that of the model, where it is wrapped."""
         return self.engine.plan
-
-    @property
-    def given_rates(self) -> dict[str, float]:
-        """The lr that every param group began with, by its name: what a schedule may have changed since."""
-        return {group.name: group.rule.lr for group in self._planned.groups}
 
     @property
     def stats(self) -> StepStats:

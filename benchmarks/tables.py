@@ -79,10 +79,11 @@ def checkpoint(data: dict[str, Any]) -> str:
         [
             "ranks",
             "state, MiB",
-            "bandwidth of saving over raw",
-            "of loading",
+            "bandwidth of saving over a raw copy",
+            "of loading over that copy",
+            "of loading over a raw read",
             "bytes on disk over state",
-            "extra memory, MiB (save, load)",
+            "extra MiB of saving, of loading",
         ],
         [
             [
@@ -90,6 +91,7 @@ def checkpoint(data: dict[str, Any]) -> str:
                 row["state_mib"],
                 row["save_over_raw"],
                 row["load_over_raw"],
+                row["load_over_raw_read"],
                 row["disk_over_state"],
                 f"{row['extra_mib']['save']}, {row['extra_mib']['load']}",
             ]

@@ -256,6 +256,7 @@ class Wrapped(Kind):
     pp: int = 1
     chunks: int = 1
     bucket_mib: float = 0.001
+    routes: tuple[layerwise.RouteRule, ...] = ()
 
     def votes(self, world: int) -> int:
         return world // self.pp
@@ -284,6 +285,7 @@ class Wrapped(Kind):
             mesh=mesh,
             ties={"the tie": f"{prefix}{tied}"} if self.pp > 1 else {},
             layout=self.layout,
+            rules=self.routes,
             bucket_mib=self.bucket_mib,
         )
         optimizer = layerwise.Optimizer(wrapped, **rules(hyper), count_zeros=True)
@@ -413,18 +415,24 @@ def shapes() -> dict[str, torch.Size]:
     return {name: param.shape for name, param in Whole().named_parameters() if param.requires_grad}
 
 
-@cache
-def _trained(rule: str, dtype: torch.dtype, votes: int) -> Oracle:
+def new_oracle(hyper: Hyper, dtype: torch.dtype) -> Oracle:
+    """An oracle of the model as it begins."""
     model = filled(0, dtype)
     params = {name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad}
-    oracle = Oracle(params, model.matrices(), hyper_of(rule))
-    for step in range(STEPS):
-        _step(oracle, step, votes)
-    return oracle
+    return Oracle(params, model.matrices(), hyper)
 
 
-def _step(oracle: Oracle, number: int, votes: int) -> None:
+def take_step(oracle: Oracle, number: int, votes: int) -> None:
+    """The step that runs take on the gradients of this number."""
     oracle.step([dict(whole_gradients(oracle.params, number)) for _ in range(votes)])
+
+
+@cache
+def _trained(rule: str, dtype: torch.dtype, votes: int) -> Oracle:
+    oracle = new_oracle(hyper_of(rule), dtype)
+    for step in range(STEPS):
+        take_step(oracle, step, votes)
+    return oracle
 
 
 def oracle_of(crossing: Crossing) -> Oracle:
@@ -469,7 +477,7 @@ def load_all(
         seen += run.differences(oracle, constants)
         found += [f"{crossing}, rank {rank}: {text}" for text in seen]
         run.step(STEPS)
-        _step(oracle, STEPS, run.votes)
+        take_step(oracle, STEPS, run.votes)
         seen = run.differences(oracle, constants, stepped=True)
         found += [f"{crossing}, rank {rank}, one step later: {text}" for text in seen]
     return found

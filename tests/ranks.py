@@ -31,6 +31,7 @@ _CONTEXT.set_forkserver_preload(
         "torch._dynamo",  # torch.optim.Optimizer imports it on first use, 1.5 s
         "layerwise.optim.optimizer",
         "layerwise.parallel.data_parallel",
+        "layerwise.checkpoint.folder",
         "tests.worlds",
         "tests.distributed.jobs",
         "tests.reliability.misuse",

@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -69,10 +68,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
 
     first = 0
     if args.resume:
-        saved = torch.load(Path(args.out) / "checkpoint.pt", map_location=device, weights_only=True)
-        module.load_state_dict(saved["model"])
-        part = torch.load(Path(args.out) / f"optimizer.rank{rank}.pt", map_location=device, weights_only=True)
-        optimizer.load_state_dict(part)
+        saved = layerwise.Checkpoints(args.out).load(model, optimizer).extra
         first = saved["step"]
 
     history: dict[str, list[float]] = {"train": [], "val": [], "norm": []}
@@ -106,10 +102,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
             print(f"step {step + 1}: train {total:.4f}, val {history['val'][-1]:.4f}, norm {norm:.3f}", flush=True)
 
     if args.out:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        torch.save(optimizer.state_dict(), Path(args.out) / f"optimizer.rank{rank}.pt")  # each rank has a part of it
-    if args.out and rank == 0:
-        torch.save({"model": module.state_dict(), "step": args.steps}, Path(args.out) / "checkpoint.pt")
+        layerwise.Checkpoints(args.out).save(model, optimizer, step=args.steps, extra={"step": args.steps})
     if dist.is_initialized():
         dist.destroy_process_group()
     return history

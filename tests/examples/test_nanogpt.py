@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import layerwise
 from benchmarks.tables import ROOT, difference
 from tests.ranks import run_ranks
 
@@ -50,7 +51,10 @@ def val_loss(checkpoint: str) -> float:
     from model import GPT, GPTConfig
 
     module = GPT(GPTConfig()).eval()
-    module.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    if Path(checkpoint).is_dir():
+        layerwise.load(checkpoint, module)
+    else:
+        module.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     with torch.no_grad():
         return float(module(*Text(TEXT, GPTConfig().block_size).val_batch(32)))
 
@@ -111,7 +115,8 @@ def test_both_scripts_start_from_the_same_losses_and_the_same_gradient_norm(runs
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_validation_is_that_of_the_saved_weights(script: str, runs: dict[str, Any], folder: Path) -> None:
-    checkpoints = [f"{folder}/{script}/{name}/checkpoint.pt" for name in ("whole", "parts")]
+    file = {"train_ddp": "checkpoint.pt", "train": "step_00000006"}[script]
+    checkpoints = [f"{folder}/{script}/{name}/{file}" for name in ("whole", "parts")]
     (losses,) = run_ranks(1, val_loss_of, checkpoints)
     whole, _, resumed = runs[script][0]
     assert losses[0] == pytest.approx(whole["val"][-1], rel=1e-6)

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.regressions import building, layouts, norms, overlapping, publishing, reducing, sharding, state
+from tests.regressions import building, layouts, norms, overlapping, publishing, reducing, saving, sharding, state
 from tests.regressions.cases import Case, Mistake, observe
 
-THEMES = (publishing, overlapping, layouts, building, reducing, norms, state, sharding)
+THEMES = (publishing, overlapping, layouts, building, reducing, norms, state, sharding, saving)
 CASES: tuple[Case, ...] = tuple(case for theme in THEMES for case in theme.CASES)
 MISTAKES = [(case, mistake) for case in CASES for mistake in case.mistakes]
 PAGE = Path(__file__).parent.parent.parent / "docs" / "regressions.md"
 
 # Checks that train in many ways one after the other.
-LONG = ("R4", "R7", "R8", "R10", "R11", "R12", "R13", "R17", "R25", "R28", "R31", "R43", "Q2", "Q5", "Q7", "Q12")
+LONG = (
+    *("R4", "R7", "R8", "R10", "R11", "R12", "R13", "R17", "R21", "R25", "R28", "R31", "R43"),
+    *("D7", "D8", "Q2", "Q5", "Q7", "Q12"),
+)
 
 # Ranks that are left alone with a mistake must not be waited for long.
 TIMES = {"timeout_s": 180.0, "pg_timeout_s": 60.0}

@@ -28,7 +28,11 @@ WORLD = 2
 DATA, MANIFEST, FOR_TORCH = tuple(f"__{rank}_0.distcp" for rank in range(WORLD)), "manifest.json", ".metadata"
 FILES = (*DATA, MANIFEST, FOR_TORCH)
 FLIPS, TRUNCATIONS = {False: 240, True: 40}, {False: 60, True: 12}
-"""How many, in full and quick."""
+"""How many, in full and quick; of zeros and blocks together as many as truncations."""
+
+
+PLACED = ("flip", "cut", "zeros", "blocks")
+"""Damages that are somewhere in a file: a bit is another one, the rest is gone, a stretch is zero, two blocks have changed places."""
 
 
 class Damage(NamedTuple):
@@ -42,13 +46,13 @@ class Damage(NamedTuple):
 
     @property
     def name(self) -> str:
-        where = f" at {self.place:.4f}, bit {self.bit}" if self.kind in ("flip", "cut") else ""
+        where = f" at {self.place:.4f}, bit {self.bit}" if self.kind in PLACED else ""
         return f"{self.kind} {self.file}{where}"
 
     @property
     def named(self) -> tuple[str, ...]:
         """Files of which the error has to name one."""
-        return (self.file,) if self.kind in ("flip", "cut", "lengthen", "remove") else FILES
+        return (self.file,) if self.kind in (*PLACED, "lengthen", "remove") else FILES
 
     def apply(self, folder: Path, other: Path) -> None:
         """To a file of a checkpoint; `other` is another checkpoint of the same model."""
@@ -61,6 +65,15 @@ class Damage(NamedTuple):
                 file.write_bytes(text)
             case "cut":
                 file.write_bytes(text[:place])
+            case "zeros":
+                text[place : place + 512] = bytes(len(text[place : place + 512]))
+                text[place] ^= text == file.read_bytes()
+                file.write_bytes(text)
+            case "blocks":
+                one, other = text[place : place + 64], text[place + 64 : place + 128]
+                text[place : place + 128] = other + one
+                text[place] ^= text == file.read_bytes()
+                file.write_bytes(text)
             case "lengthen":
                 file.write_bytes(text + b"\0")
             case "remove":
@@ -83,6 +96,8 @@ def damages(*, quick: bool) -> Iterator[Damage]:
         # The last byte, all but the first, everything, and anything in between.
         place = (0.999_999_9, 0.000_1, 0.0)[number] if number < 3 else random.random()
         yield Damage("cut", FILES[number % len(FILES)], place)
+    for number in range(TRUNCATIONS[quick]):
+        yield Damage(("zeros", "blocks")[number % 2], FILES[number // 2 % len(FILES)], random.random())
     for kind in ("remove", "lengthen", "take from another checkpoint", "exchange with its neighbour"):
         for file in FILES:
             yield Damage(kind, file)

@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import layerwise
+from layerwise.checkpoint.manifest import PIECE
 from layerwise.errors import CheckpointError
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome, tally
@@ -253,16 +254,21 @@ def _folder(bad: Checkpoint) -> None:
 # Sizes.
 
 
+def _hole_of(nbytes: int) -> list[Any]:
+    """What is said of a file that nobody has the time to read."""
+    return [nbytes, "0" * 8 * -(-nbytes // PIECE)]
+
+
 @sample("a file of which the manifest says that it is huge")
 def _huge_file(bad: Checkpoint) -> None:
-    bad.body["files"][DATA][0] = 1 << 50
+    bad.body["files"][DATA] = _hole_of(1 << 40)
     bad.seal()
 
 
 @sample("a data file that is a hole of a terabyte")
 def _hole(bad: Checkpoint) -> None:
     os.truncate(bad.folder / DATA, 1 << 40)
-    bad.body["files"][DATA][0] = 1 << 40
+    bad.body["files"][DATA] = _hole_of(1 << 40)
     bad.seal()
 
 
@@ -270,7 +276,7 @@ def _hole(bad: Checkpoint) -> None:
 def _huge_weight(bad: Checkpoint) -> None:
     size = (bad.folder / DATA).stat().st_size
     os.truncate(bad.folder / DATA, size + (1 << 40))
-    bad.body["files"][DATA][0] = size + (1 << 40)
+    bad.body["files"][DATA] = _hole_of(size + (1 << 40))
     bad.entry(WEIGHT)["shape"] = [1 << 19, 1 << 19]
     bad.chunk()[:] = [[0, 0], [1 << 19, 1 << 19], DATA, size, 1 << 40, size]
     bad.seal()

@@ -232,9 +232,8 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
         run_ranks(WORLD, begin, str(template))
         shutil.copytree(template, rehearsal)
         answers = run_ranks(WORLD, save_and_die, str(rehearsal), None, sabotage)
-        found = kills(
-            [events for events, _ in answers], max(seconds for _, seconds in answers), quick=quick or sabotage
-        )
+        seen, took = [events for events, _ in answers], max(seconds for _, seconds in answers)
+        found = kills_in_place(seen) if sabotage else kills(seen, took, quick=quick)
         folders = [Path(name, str(number)) for number in range(len(found))]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             hit = list(pool.map(partial(_try, template, sabotage), folders, found))

@@ -70,6 +70,6 @@ class BareModule:
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[Part]:
         shape, world = tuple(tensor.shape), self.groups.world
-        box = self.placed.get(name, copied_on(world)).boxes(shape, world)[self.groups.rank]
+        box = self.placed.get(name, copied_on(world)).box(shape, self.groups.rank)
         if box.numel:
             yield Part(f"{MODEL}.{name}", shape, box, local_of(tensor).detach(), False)

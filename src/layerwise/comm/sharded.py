@@ -149,8 +149,7 @@ def placements_of(
             elif len(meshes) > 1:
                 mine[fqn] = mine[fqn].on_all(meshes)
         for fqn, placed in mine.items():
-            domain = groups.domains[domain_of(fqn)]
-            _check_box(fqn, params[fqn], placed, domain.world, domain.rank)
+            _check_box(fqn, params[fqn], placed, groups.domains[domain_of(fqn)].rank)
         return mine
 
     return groups, derive_together(groups, "placements", cut, lambda _: {})
@@ -229,9 +228,9 @@ def _with_experts(groups: Groups, apart: Mapping[str, Sequence[Ranks]]) -> Group
     return replace(groups, domains={**groups.domains, EXPERT: domain}, expert_place=place)
 
 
-def _check_box(fqn: str, param: Tensor, placed: Placed, world: int, rank: int) -> None:
+def _check_box(fqn: str, param: Tensor, placed: Placed, rank: int) -> None:
     """Raise unless what was derived is what is there."""
-    box, here = placed.boxes(tuple(param.shape), world)[rank], shape_here(param)
+    box, here = placed.box(tuple(param.shape), rank), shape_here(param)
     if box.shape != tuple(here) and (box.numel or here.numel()):
         raise ValueError(
             f"param {fqn!r} of shape {tuple(param.shape)} has a local tensor of shape {tuple(here)} here; its placements "

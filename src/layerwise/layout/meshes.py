@@ -37,16 +37,32 @@ class Placed(NamedTuple):
 
     def boxes(self, shape: tuple[int, ...], world: int) -> tuple[Box, ...]:
         """What each of `world` ranks has of a param of this shape. Who is not on the mesh has nothing."""
-        nothing = Box((0,) * len(shape), (0,) * len(shape))
-        found = [nothing] * world
-        orders = [(dim, self._order(dim)) for dim in range(len(shape))]
+        found = [_nothing(shape)] * world
+        orders = self._orders(shape)
         for rank, place in zip(self.ranks, product(*map(range, self.mesh)), strict=True):
-            starts, stops = [0] * len(shape), list(shape)
-            for dim, order in orders:
-                for along in order:
-                    starts[dim], stops[dim] = _chunk(starts[dim], stops[dim], self.mesh[along], place[along])
-            found[rank] = Box(tuple(starts), tuple(stops))
+            found[rank] = self._box_at(place, shape, orders)
         return tuple(found)
+
+    def box(self, shape: tuple[int, ...], rank: int) -> Box:
+        """What one rank has of it."""
+        if rank not in self.ranks:
+            return _nothing(shape)
+        number, place = self.ranks.index(rank), list[int]()
+        for size in reversed(self.mesh):
+            number, along = divmod(number, size)
+            place.insert(0, along)
+        return self._box_at(place, shape, self._orders(shape))
+
+    def _orders(self, shape: tuple[int, ...]) -> list[list[int]]:
+        return [self._order(dim) for dim in range(len(shape))]
+
+    def _box_at(self, place: Sequence[int], shape: tuple[int, ...], orders: Sequence[Sequence[int]]) -> Box:
+        """What the rank at a place of the mesh has, where each dim is cut in this order."""
+        starts, stops = [0] * len(shape), list(shape)
+        for dim, order in enumerate(orders):
+            for along in order:
+                starts[dim], stops[dim] = _chunk(starts[dim], stops[dim], self.mesh[along], place[along])
+        return Box(tuple(starts), tuple(stops))
 
     def _order(self, dim: int) -> list[int]:
         """The dims of the mesh that cut this dim of the param, in the order in which they do."""
@@ -76,6 +92,10 @@ class Placed(NamedTuple):
     def to_json(self) -> list[object]:
         """As plain data."""
         return [list(self.ranks), list(self.mesh), [None if cut is None else list(cut) for cut in self.cuts]]
+
+
+def _nothing(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), (0,) * len(shape))
 
 
 def _chunk(start: int, stop: int, chunks: int, number: int) -> tuple[int, int]:

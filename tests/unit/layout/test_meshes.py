@@ -57,6 +57,7 @@ def test_boxes_are_chunks_of_chunks(case: tuple[tuple[int, ...], list[tuple[int,
             return
     placed = over(*cuts_of(dims, order))
     boxes = placed.boxes(shape, math.prod(size for size, _ in dims))
+    assert boxes == tuple(placed.box(shape, rank) for rank in placed.ranks)
     for rank, place in enumerate(itertools.product(*(range(size) for size, _ in dims))):
         held = [list(range(size)) for size in shape]
         for along in order:
@@ -80,6 +81,7 @@ def test_tensor_parallelism_cuts_first_although_it_is_further_in() -> None:
 
 def test_who_is_not_on_the_mesh_has_nothing() -> None:
     boxes = Placed((3, 1), (2,), (Cut(1),)).boxes((2, 4), 4)
+    assert boxes == tuple(Placed((3, 1), (2,), (Cut(1),)).box((2, 4), rank) for rank in range(4))
     assert [box.numel for box in boxes] == [0, 4, 0, 4]
     assert boxes[3].starts == (0, 0)
 

@@ -2010,7 +2010,7 @@ def _(rank: int, world: int) -> Scene:
 @misuse(
     "state dicts of different steps on two stages",
     PlanMismatchError,
-    "state dicts",
+    "derived different states",
     "step",
     world=2,
 )

@@ -74,9 +74,18 @@ def test_a_rank_that_reads_alone_is_told_what_it_waits_for(
         read(model)
     monkeypatch.setattr(publisher, "_PATIENCE_S", 0.01)
     model, work = stale(prefetch=1)
-    threading.Timer(0.1, work.arrived.set).start()
+    say = publisher.warn
+
+    def arrive_once_it_was_said(text: str) -> None:
+        say(text)
+        work.arrived.set()
+
+    monkeypatch.setattr(publisher, "warn", arrive_once_it_was_said)
+    anyway = threading.Timer(60.0, work.arrived.set)  # nobody waits for ever if it never is
+    anyway.start()
     with pytest.warns(UserWarning, match=hint):
         read(model)
+    anyway.cancel()
 
 
 def test_a_launch_that_failed_is_made_again() -> None:

@@ -272,10 +272,10 @@ class StatsPass:
         if weights is not None:
             sums *= weights
         vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
-        parts = self._parts(vector)
-        add_totals(sums, self._groups, self._params, groups=parts.groups, nonfinite=parts.nonfinite)
+        groups, nonfinite = vector[: self._sizes.groups], vector[self._known_part.stop :]
+        add_totals(sums, self._groups, self._params, groups=groups, nonfinite=nonfinite)
         if self._zeros:
-            parts.zeros.add_(count_zeros(self._counted_updates.now()))
+            vector[self._sizes.groups] = count_zeros(self._counted_updates.now())
         return vector
 
     def reduce(self, vector: Tensor, mine: Seen, divisors: Divisors) -> Totals:
@@ -289,13 +289,7 @@ class StatsPass:
     def _note(self, mine: Seen) -> None:
         """Write what is known to the host into the vector, which is zero; most of it is mostly zero."""
         parts = self._known_parts
-        if mine.has_problem:
-            parts.problems.fill_(1.0)
-        if mine.is_scaled:
-            parts.scaled[self._stage] = 1.0
-        if mine.is_unscaled:
-            parts.unscaled[self._stage] = 1.0
-        self._note_hashes(mine.settings, mine.tie_settings)
+        self._note_settings(mine.settings, mine.tie_settings, mine)
         for part, fqns in ((parts.late, mine.late), (parts.missing, mine.missing)):
             if fqns:
                 part[[self._position[fqn] for fqn in fqns]] = 1.0
@@ -316,7 +310,7 @@ class StatsPass:
     def meet(self, settings: str) -> bool:
         """Send these settings and nothing else, where other ranks may be sending all of theirs; whether all are the same."""
         self._known.zero_()
-        self._note_hashes(settings, {})
+        self._note_settings(settings, {}, None)
         vector = self._known.to(self._device, non_blocking=True, copy=True)
         self._communicator.all_reduce(self.op, vector).wait()
         return self._is_consistent(self._came_back(vector))
@@ -328,14 +322,20 @@ class StatsPass:
         own = [divisors.common / divisors.by_shard[shard.plan.index] for shard, _ in self._pairs]
         return torch.tensor(own, dtype=torch.float64, device=self._device).square()
 
-    def _note_hashes(self, settings: str, tie_settings: Mapping[str, str]) -> None:
-        """Words of this rank's settings, at its stage's place and at those of its ties."""
+    def _note_settings(self, settings: str, tie_settings: Mapping[str, str], mine: Seen | None) -> None:
+        """Words of this rank's settings, at its stage's place and at those of its ties, and what little comes before them
+        in the vector: with one write, for each takes as long as all of it."""
+        stages = len(self._stage_sizes)
+        words = [0.0] * self._sizes.words
         hashed = {self._stage: settings, **{self._tie_position[tie]: text for tie, text in tie_settings.items()}}
         for position, text in hashed.items():
-            words = torch.tensor(_words(text), dtype=torch.float64)
-            part = slice(position * HASH_WORDS, (position + 1) * HASH_WORDS)
-            self._known_parts.words[part] = words
-            self._known_parts.squared_words[part] = words.square()
+            words[position * HASH_WORDS : (position + 1) * HASH_WORDS] = map(float, _words(text))
+        scaled, unscaled = [0.0] * stages, [0.0] * stages
+        if mine is not None:
+            scaled[self._stage], unscaled[self._stage] = float(mine.is_scaled), float(mine.is_unscaled)
+        problems = [float(mine is not None and mine.has_problem)]
+        numbers = [*problems, *scaled, *unscaled, *words, *(word * word for word in words)]
+        self._known[self._known_part.start :][: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
 
     def _parts(self, vector: Tensor) -> _Parts:
         return _Parts(*torch.split(vector, list(self._sizes)))

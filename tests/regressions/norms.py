@@ -14,7 +14,8 @@ from layerwise.engine import stats
 from layerwise.engine.engine import Engine
 from layerwise.engine.policy import GradientPolicy
 from layerwise.engine.stats import StatsPass
-from layerwise.engine.step import Live, Stepper
+from layerwise.engine.step import Stepper
+from layerwise.engine.step_plan import Live
 from layerwise.layout.schedule import CommOp
 from layerwise.routing.spec import DENSE, EXPERT
 from tests import worlds

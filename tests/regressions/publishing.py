@@ -19,7 +19,8 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.engine.engine import Engine
 from layerwise.engine.publisher import Publisher
-from layerwise.engine.step import Live, Stepper
+from layerwise.engine.step import Stepper
+from layerwise.engine.step_plan import Live
 from layerwise.engine.update import Update
 from layerwise.layout.intervals import Uneven
 from layerwise.layout.plan import Plan

@@ -21,7 +21,8 @@ from layerwise.engine.exchanger import Cohort, Passage
 from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import OwnGradients
 from layerwise.engine.stats import StatsPass
-from layerwise.engine.step import Live, Stepper
+from layerwise.engine.step import Stepper
+from layerwise.engine.step_plan import Live
 from layerwise.engine.update import Update
 from layerwise.layout.meshes import Cut
 from layerwise.optim import engines

@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import accumulate, compress, count, pairwise
 from typing import NamedTuple
 
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
-from layerwise.errors import did_you_mean
 from layerwise.kernels.stats import add_totals, count_zeros, square_sums
-from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp, stats_op
 from layerwise.layout.shards import OwnShards, speaks_for
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
@@ -94,34 +91,6 @@ class Totals:
     def norm(self, *names: str) -> float:
         """Norm of the averaged gradient over the named groups together."""
         return math.sqrt(sum(self.square_sums[name] for name in names)) / self.divisors.common
-
-
-def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str], everywhere: Collection[str]) -> dict[str, str]:
-    """The norm group of every trainable param: the first named group whose glob matches, else its family.
-
-    `everywhere` has the trainable params of all pipeline stages: a group may have members on another one only.
-    """
-    if not isinstance(norm_groups, Mapping) or not all(
-        isinstance(text, str) and text for pair in norm_groups.items() for text in pair
-    ):
-        raise TypeError(
-            f"norm_groups must be a dict from the name of a group to a glob on param names, got {norm_groups!r}."
-        )
-    for name in norm_groups:
-        if name in ("matrix", "other"):
-            raise ValueError(
-                f"norm group {name!r} has a reserved name: 'matrix' and 'other' are the two families. Choose another."
-            )
-    trainable = [param.fqn for param in plan.table if plan.routes[param.fqn].family != "frozen"]
-    for name, pattern in norm_groups.items():
-        if not any(fnmatchcase(fqn, pattern) for fqn in everywhere):
-            raise ValueError(
-                f"norm group {name!r} ({pattern!r}) matches no trainable param." + did_you_mean(pattern, everywhere)
-            )
-    return {
-        fqn: next((name for name, pattern in norm_groups.items() if fnmatchcase(fqn, pattern)), plan.routes[fqn].family)
-        for fqn in trainable
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,79 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 from layerwise.comm.groups import agree_despite
 from layerwise.comm.roster import check_alike
 from layerwise.dtypes import DType
-from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.copies import check_copies, check_gradients
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
-from layerwise.engine.loss_scale import LossScale, LossScaler
-from layerwise.engine.param_groups import GroupPlan
+from layerwise.engine.loss_scale import LossScaler
 from layerwise.engine.policy import GradientPolicy
-from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipped, Clipper, Watched
+from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipped, Clipper
 from layerwise.engine.skips import Skips
 from layerwise.engine.stats import Seen, StatsPass, StepStats, Totals
+from layerwise.engine.step_plan import Live, StepPlan
 from layerwise.engine.update import Update
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
 from layerwise.kernels.hashing import hash_bits
 from layerwise.layout.schedule import CommSchedule
 from layerwise.routing.spec import DENSE
-
-
-class StepPlan(NamedTuple):
-    """What an optimizer was asked for, before anything is built; the same on every rank."""
-
-    groups: tuple[GroupPlan, ...]
-    norm_group_of: dict[str, str]
-    norm_group_names: tuple[str, ...]
-    policy: GradientPolicy
-    loss_scale: LossScale | None
-    count_zeros: bool
-    watched: Watched | None
-
-    def common_facts(self) -> dict[str, object]:
-        """What ranks of all pipeline stages must have in common."""
-        return {
-            "norm groups": list(self.norm_group_names),
-            "policy": asdict(self.policy),
-            "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
-            "count zeros": self.count_zeros,
-            "qk_clip": repr(self.watched.clip) if self.watched is not None else None,
-        }
-
-    def facts(self) -> dict[str, object]:
-        """The arguments as data, so that a difference between ranks can be named."""
-        groups = [
-            {"label": f"param group {index}", "rule": group.rule.kind, **group.rule.options(), "fqns": list(group.fqns)}
-            for index, group in enumerate(self.groups)
-        ]
-        watched = self.watched.facts() if self.watched is not None else None
-        return {**self.common_facts(), "groups": groups, "norm groups": self.norm_group_of, "watched": watched}
-
-    @property
-    def has_matrix_rule(self) -> bool:
-        return any(group.rule.is_matrix_rule for group in self.groups)
-
-
-@dataclass(frozen=True)
-class Live:
-    """What the optimizer's options are now."""
-
-    options: Sequence[LiveOptions]
-    """Of every param group, as its rule holds them."""
-    settings: Mapping[str, object]
-    """The same in words: what all ranks must have in common."""
-    tie_settings: Mapping[str, Mapping[str, str]]
-    """What all copies of a tied weight must have in common: where it differed they would drift apart."""
-    problem: Exception | None = None
-    """Why they make no rule."""
 
 
 def _weakly(stepper: Stepper) -> Callable[[], None]:

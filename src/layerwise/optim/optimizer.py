@@ -17,11 +17,13 @@ from layerwise.config.clipping import QKClip
 from layerwise.config.rules import Rule, plain_option
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
+from layerwise.engine.norm_groups import assign_norm_groups
 from layerwise.engine.param_groups import live_rule, plan_groups
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
-from layerwise.engine.stats import StepStats, assign_norm_groups
-from layerwise.engine.step import Live, Stepper, StepPlan
+from layerwise.engine.stats import StepStats
+from layerwise.engine.step import Stepper
+from layerwise.engine.step_plan import Live, StepPlan
 from layerwise.engine.update import AtHome
 from layerwise.errors import StateError
 from layerwise.layout.plan import Plan

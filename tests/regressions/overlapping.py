@@ -613,7 +613,7 @@ def _stepping_and(calls: Sequence[Callable[[Engine], None]], real: Callable[...,
     def step(self: layerwise.Optimizer) -> None:
         real(self)
         for call in calls:
-            call(self._engine)
+            call(self.engine)
 
     return step
 

@@ -222,7 +222,7 @@ class Run:
         """What decides which sample comes when."""
         return f"text {self.corpus.digest}, sequences of {self.loader.seq_len}, seed {self.loader.seed}"
 
-    def record(self, first_step: int) -> RunRecord:
+    def record(self, first_step: int = 0) -> RunRecord:
         """How this run begins, after so many steps of another one."""
         plan, parallel = self.optimizer.plan, self.config.parallel
         # With a pipeline or expert ranks of ours no rank's plan has all params; the first rank speaks for its own.

@@ -169,9 +169,9 @@ def empty_shards_miss_gradients(rank: int) -> Any:
 
 
 def parts_must_agree(rank: int) -> Any:
-    def any_partial(self: StatsPass, parts: Any, joint: Collection[str]) -> list[int]:
-        places: list[int] = ((parts.missing > 0) & (parts.missing < self._everywhere)).nonzero().flatten().tolist()
-        return places
+    def any_partial(self: StatsPass, found: Any, joint: Collection[str]) -> list[int]:
+        counts = zip(found.missing, self._everywhere, strict=True)
+        return [index for index, (missing, everywhere) in enumerate(counts) if 0 < missing < everywhere]
 
     return mock.patch.object(StatsPass, "_disagreeing", any_partial)
 

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layerwise.kernels.facts import encoder_for
 from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2, BlockFormat, codes_nbytes
 
 __all__ = [
@@ -105,6 +106,11 @@ def encode(x: Tensor, format: BlockFormat) -> Codes:
 def encode_into(x: Tensor, out: Codes) -> None:
     """Leave the codes of x, of bf16 or fp32, in `out`."""
     _check(x, out, tuple(x.shape))
+    if _has_kernel(x, out):
+        from layerwise.kernels.triton_codec import fused_encode
+
+        fused_encode(x, out, None)
+        return
     _encode_into(x, out)
 
 
@@ -112,8 +118,13 @@ def encode_both_into(x: Tensor, rows: Codes, cols: Codes) -> None:
     """Leave the codes of x in `rows` and those of its transpose in `cols`."""
     _check(x, rows, tuple(x.shape))
     _check(x, cols, tuple(x.mT.shape))
-    _encode_into(x, rows)
-    _encode_into(x.mT, cols)
+    if rows.format == cols.format and _has_kernel(x, rows, cols):
+        from layerwise.kernels.triton_codec import fused_encode
+
+        fused_encode(x, rows, cols)
+        return
+    encode_into(x, rows)
+    encode_into(x.mT, cols)
 
 
 def decode(codes: Codes, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -134,6 +145,13 @@ def scale_numbers(codes: Codes) -> Tensor:
     exponents = codes.scales.to(torch.int32)
     bits = (exponents << _MANTISSA).masked_fill_(exponents == 0, 1 << (_MANTISSA - 1))  # 2^-127 is subnormal
     return bits.view(torch.float32).masked_fill_(exponents == _NAN_BYTE, float("nan"))
+
+
+def _has_kernel(x: Tensor, *outs: Codes) -> bool:
+    """Whether our own kernel can write these codes."""
+    if not all(tensor.is_contiguous() for out in outs for tensor in (out.values, out.scales)):
+        return False
+    return encoder_for(x.device, outs[0].format, tuple(x.shape)).backend == "triton"
 
 
 def _encode_into(x: Tensor, out: Codes) -> None:

@@ -1,0 +1,100 @@
+"""Our own kernel for codes, on a GPU or, with TRITON_INTERPRET=1, on the CPU: bit by bit what torch writes on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.kernels.codec import Codes, decode, encode, encode_both_into
+from layerwise.kernels.triton_codec import fused_encode
+from layerwise.layout.recipes import BlockFormat
+from tests.codes import FORMATS, hard_numbers
+from tests.gpu.lists import DEVICE, IS_INTERPRETED
+
+NEEDS_GPU = pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU")
+SMALL = [(128, 128), (1, 1), (33, 257), (2, 130, 70), (1, 2, 144, 16)]
+LARGE = [] if IS_INTERPRETED else [(144, 272), (4096, 1408), (2, 1000, 3000), (8, 2048, 2048), (1, 40_000), (40_000, 1)]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def new(shape: torch.Size, format: BlockFormat) -> Codes:
+    """Memory in which nothing is right by chance, and in which what is written too much shows."""
+    found = Codes.empty(tuple(shape), format, DEVICE)
+    found.values.view(torch.uint8).fill_(0x55)
+    found.scales.view(torch.uint8).fill_(0x55)
+    return found
+
+
+def same(found: Codes, expected: Codes) -> None:
+    for one, other in ((found.values, expected.values), (found.scales, expected.scales)):
+        assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
+
+
+def check(x: Tensor, format: BlockFormat) -> None:
+    rows, cols = new(x.shape, format), new(x.mT.shape, format)
+    fused_encode(x, rows, cols)
+    same(rows, encode(x.cpu(), format))
+    same(cols, encode(x.cpu().mT, format))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SMALL + LARGE)
+@pytest.mark.parametrize("name", FORMATS)
+def test_both_directions_have_the_bits_that_torch_writes(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    for run in (32,) if IS_INTERPRETED else (32, 1):
+        check(hard_numbers(shape, dtype, seed=sum(shape), run=run).to(DEVICE), FORMATS[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_direction_alone(name: str) -> None:
+    x = hard_numbers((130, 60), torch.bfloat16, seed=1).to(DEVICE)
+    rows, cols = new(x.shape, FORMATS[name]), new(x.mT.shape, FORMATS[name])
+    fused_encode(x, rows, None)
+    fused_encode(x, None, cols)
+    same(rows, encode(x.cpu(), FORMATS[name]))
+    same(cols, encode(x.cpu().mT, FORMATS[name]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_views(name: str) -> None:
+    whole = hard_numbers((2, 48, 144), torch.bfloat16, seed=2).to(DEVICE)
+    cut = whole[:1, 16:, 16:], whole[:1, 1:, 3:], whole[0, ::2, ::2], whole[0, :1].mT
+    for view in (whole[0].mT, *cut, whole[:, :2].transpose(0, 1)):
+        check(view, FORMATS[name])
+
+
+def test_nothing_to_encode() -> None:
+    for shape in ((0, 64), (64, 0), (0, 3, 3)):
+        x = torch.zeros(shape, device=DEVICE)
+        fused_encode(x, new(x.shape, FORMATS["mx e4m3"]), new(x.mT.shape, FORMATS["mx e4m3"]))
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_torch_writes_and_reads_the_same_bits_on_both_devices(name: str, dtype: torch.dtype) -> None:
+    from layerwise.kernels import codec
+
+    x = hard_numbers((4096, 1000), dtype, seed=3)
+    here, there = encode(x, FORMATS[name]), new(x.shape, FORMATS[name])
+    codec._encode_into(x.to(DEVICE), there)
+    same(there, here)
+    for back in DTYPES:
+        found, expected = decode(there, back).cpu(), decode(here, back)
+        bits = torch.int16 if back == torch.bfloat16 else torch.int32
+        assert torch.equal(found.isnan(), expected.isnan())
+        numbers = ~expected.isnan()
+        assert torch.equal(found.view(bits)[numbers], expected.view(bits)[numbers])
+
+
+@NEEDS_GPU
+def test_the_kernel_is_what_runs_on_a_gpu() -> None:
+    x = hard_numbers((256, 384), torch.bfloat16, seed=4).to(DEVICE)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        rows, cols = new(x.shape, FORMATS["mx e4m3"]), new(x.mT.shape, FORMATS["mx e4m3"])
+        encode_both_into(x, rows, cols)
+        torch.cuda.synchronize()
+    assert sum(event.count for event in profile.key_averages() if "encode_kernel" in event.key) == 1

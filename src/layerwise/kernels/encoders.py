@@ -43,11 +43,19 @@ def choose_encoder(
         return Encoder("torch", "our own kernel needs Triton, which is not installed. Run: pip install triton")
     if max(shape[-2:]) >= LONGEST:
         return Encoder("torch", f"our own kernel takes rows and columns of less than {LONGEST}, got {shape}")
-    if format.block not in ((1, 32), (1, 128), (128, 128)):
+    if format.block not in _TILES:
         return Encoder("torch", f"our own kernel knows blocks of 1x32, 1x128 and 128x128, not {format.block}")
     return Encoder("triton", f"both directions from one read through Triton {triton}")
 
 
+_TILES = {
+    (1, 32): EncoderTile(rows=128, cols=128, warps=8),
+    (1, 128): EncoderTile(rows=128, cols=128, warps=8),
+    (128, 128): EncoderTile(rows=128, cols=128, warps=8),
+}
+"""By block. Whole blocks of both directions lie in a tile."""
+
+
 def encoder_tile(format: BlockFormat) -> EncoderTile:
-    """The tile for a format: whole blocks of both directions."""
-    return EncoderTile(rows=128, cols=128, warps=8)
+    """The tile for a format."""
+    return _TILES[format.block]

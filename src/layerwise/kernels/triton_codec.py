@@ -32,7 +32,11 @@ def _scales_and_factors(largest, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, 
         scale = tl.where(largest > INF, 255, exponent).to(tl.uint8)
     else:
         bound = tl.maximum(largest.to(tl.float32, bitcast=True), LARGEST * LEAST_NORMAL)
-        scale = tl.where(largest < INF, tl.div_rn(bound, LARGEST), float("nan"))
+        # bound / LARGEST to the last bit, in three operations: no remainder here is more than fp32 holds exactly.
+        INVERSE: tl.constexpr = 1.0 / LARGEST
+        quotient = bound * INVERSE
+        quotient = tl.fma(tl.fma(-quotient, LARGEST, bound), INVERSE, quotient)
+        scale = tl.where(largest < INF, quotient, float("nan"))
         factor = tl.where(largest < INF, tl.div_rn(LARGEST, bound), 0.0)
     return scale, factor
 

@@ -80,7 +80,9 @@ def mx(x: NDArray[np.float32], element: str) -> tuple[Bytes, NDArray[np.uint8]]:
     power = np.where(infinite, 128, np.where(zero, -1000, power))
     exponent = np.maximum(power - largest_power, -127)
     codes = nearest(exact * np.ldexp(1.0, -exponent)[:, None], element)
-    return np.where(bad[:, None], not_a_number(exact, element), codes), np.where(bad, 255, exponent + 127).astype(np.uint8)
+    return np.where(bad[:, None], not_a_number(exact, element), codes), np.where(bad, 255, exponent + 127).astype(
+        np.uint8
+    )
 
 
 def blockwise(x: NDArray[np.float32], element: str) -> tuple[Bytes, NDArray[np.float32]]:

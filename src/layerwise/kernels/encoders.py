@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from layerwise.layout.recipes import BlockFormat
 
-LONGEST = 2**24
-"""Rows and columns less than this: places in a tile are counted in 32 bits."""
+LONGEST = 2**21
+"""Rows and columns are less than this: places in a tile are counted in 32 bits, and tiles down in 16."""
+_MOST = 2**16
+"""Matrices are less than this: they are counted in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,6 @@ class EncoderTile:
     cols: int
     warps: int
     registers: int | None = None
-    group: int = 8
-    """Rows of tiles that are walked together: neighbours in time write near each other in both directions."""
 
 
 def choose_encoder(
@@ -41,19 +42,23 @@ def choose_encoder(
         return Encoder("torch", "our own kernel is made for CUDA, and this is none")
     if triton is None:
         return Encoder("torch", "our own kernel needs Triton, which is not installed. Run: pip install triton")
-    if max(shape[-2:]) >= LONGEST:
-        return Encoder("torch", f"our own kernel takes rows and columns of less than {LONGEST}, got {shape}")
+    if max(shape[-2:]) >= LONGEST or prod(shape[:-2]) >= _MOST:
+        found = f"got {shape}"
+        return Encoder(
+            "torch", f"our own kernel takes less than {_MOST} matrices of sides less than {LONGEST}, {found}"
+        )
     if format.block not in _TILES:
         return Encoder("torch", f"our own kernel knows blocks of 1x32, 1x128 and 128x128, not {format.block}")
     return Encoder("triton", f"both directions from one read through Triton {triton}")
 
 
+# A thread has 32 elements: few enough registers that others run while it waits for memory.
 _TILES = {
-    (1, 32): EncoderTile(rows=128, cols=128, warps=8),
-    (1, 128): EncoderTile(rows=128, cols=128, warps=8),
-    (128, 128): EncoderTile(rows=128, cols=128, warps=8),
+    (1, 32): EncoderTile(rows=64, cols=128, warps=8, registers=80),
+    (1, 128): EncoderTile(rows=128, cols=128, warps=16, registers=64),
+    (128, 128): EncoderTile(rows=128, cols=128, warps=16, registers=64),
 }
-"""By block. Whole blocks of both directions lie in a tile."""
+"""By block. A tile has whole blocks of both directions."""
 
 
 def encoder_tile(format: BlockFormat) -> EncoderTile:

@@ -20,24 +20,47 @@ from layerwise.kernels.triton_launch import launch
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INF = tl.constexpr(0x7F800000)
+ONE = tl.constexpr(0x3F800000)
 LEAST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def _scales_and_factors(largest, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, IS_E8M0: tl.constexpr):
+def _reciprocal(x, BY_BITS: tl.constexpr):
+    """1 / x but for the last bits."""
+    if BY_BITS:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _scales_and_factors(
+    largest, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, IS_E8M0: tl.constexpr, BY_BITS: tl.constexpr
+):
     """From the bits of the largest magnitudes of blocks: their scales as they are stored, and the factors to codes."""
     if IS_E8M0:
-        exponent = tl.maximum((largest >> 23) - EXPONENT, 0)
-        factor = tl.where(largest > INF, 0, (254 - exponent) << 23).to(tl.float32, bitcast=True)
-        scale = tl.where(largest > INF, 255, exponent).to(tl.uint8)
+        exponent = tl.maximum((largest & INF) - (EXPONENT << 23), 0)
+        factor = tl.where(largest > INF, 0, (254 << 23) - exponent).to(tl.float32, bitcast=True)
+        scale = tl.where(largest > INF, 255, exponent >> 23).to(tl.uint8)
     else:
-        bound = tl.maximum(largest.to(tl.float32, bitcast=True), LARGEST * LEAST_NORMAL)
-        # bound / LARGEST to the last bit, in three operations: no remainder here is more than fp32 holds exactly.
+        # [Note: Quotients to the last bit] A quotient is corrected by its remainder, which fp32 holds exactly, so that
+        # its rounding is that of one division; no number on the way is subnormal but a remainder. Tried for every
+        # mantissa of the bound, at both ends of its exponents, with reciprocals up to two last bits off.
         INVERSE: tl.constexpr = 1.0 / LARGEST
-        quotient = bound * INVERSE
-        quotient = tl.fma(tl.fma(-quotient, LARGEST, bound), INVERSE, quotient)
-        scale = tl.where(largest < INF, quotient, float("nan"))
-        factor = tl.where(largest < INF, tl.div_rn(LARGEST, bound), 0.0)
+        bound = tl.maximum(largest.to(tl.float32, bitcast=True), LARGEST * LEAST_NORMAL)
+        scale = bound * INVERSE
+        scale = tl.fma(tl.fma(-scale, LARGEST, bound), INVERSE, scale)
+        scale = tl.where(largest < INF, scale, float("nan"))
+        bits = bound.to(tl.int32, bitcast=True)
+        mantissa = ((bits & 0x7FFFFF) | ONE).to(tl.float32, bitcast=True)
+        inverse = _reciprocal(mantissa, BY_BITS)
+        inverse = tl.fma(inverse, tl.fma(-mantissa, inverse, 1.0), inverse)
+        factor = inverse * LARGEST
+        factor = tl.fma(tl.fma(-mantissa, factor, LARGEST), inverse, factor)
+        bits = factor.to(tl.int32, bitcast=True) - ((bits & INF) - ONE)
+        factor = tl.where(largest < INF, bits, 0).to(tl.float32, bitcast=True)
     return scale, factor
 
 
@@ -71,36 +94,32 @@ def _encoded(
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, IS_E4M3: tl.constexpr, IS_E8M0: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
     """The codes of numbers, and the scales that belong to the largest magnitudes of their blocks."""
-    scales, factors = _scales_and_factors(largest, LARGEST, EXPONENT, IS_E8M0)
+    scales, factors = _scales_and_factors(largest, LARGEST, EXPONENT, IS_E8M0, BY_BITS)
     return _rounded(x * factors, LARGEST, IS_E4M3, BY_BITS), scales
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_across", "rows", "cols", "stride_batch", "stride_row"])
+@triton.jit(do_not_specialize=["rows", "cols", "stride_batch", "stride_row"])
 def encode_kernel(
     x, row_values, row_scales, col_values, col_scales,
-    num_tiles, num_across, rows, cols, stride_batch, stride_row,
+    rows, cols, stride_batch, stride_row,
     HAS_ROWS: tl.constexpr, HAS_COLS: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, IS_E4M3: tl.constexpr, IS_E8M0: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
     """One tile: its codes by rows, and its codes by columns as a tile of the transpose."""
-    batch = (tl.program_id(0) // num_tiles).to(tl.int64)
-    tile = tl.program_id(0) % num_tiles
-    num_down = num_tiles // num_across
-    begin = tile // (GROUP * num_across) * GROUP
-    height = tl.minimum(num_down - begin, GROUP)
-    down = begin + tile % (GROUP * num_across) % height
-    across = tile % (GROUP * num_across) // height
+    across, down, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     top, left = down * ROWS, across * COLS
+    # [Note: A square for each warp] With 8 x 4 lanes that have 4 rows of 8 columns each, 32 x 32 elements are those of one
+    # warp: maxima of 32 need no other, loads are 16 bytes wide, and what a lane has of a column are 4 codes in a row of
+    # the transpose. Triton gives the last dimensions to lanes, those before to warps and the first to a lane alone.
     DOWN: tl.constexpr = ROWS // 32
     ACROSS: tl.constexpr = COLS // 32
-    # [Note: Squares of a warp]
-    g = tl.arange(0, 4)[:, None, None, None, None]
-    d = tl.arange(0, DOWN)[None, :, None, None, None]
-    a = tl.arange(0, ACROSS)[None, None, :, None, None]
-    r = tl.arange(0, 8)[None, None, None, :, None]
-    c = tl.arange(0, 32)[None, None, None, None, :]
-    row, col = d * 32 + g * 8 + r, a * 32 + c
+    own_row = tl.arange(0, 4)[:, None, None, None, None]
+    square_down = tl.arange(0, DOWN)[None, :, None, None, None]
+    square_across = tl.arange(0, ACROSS)[None, None, :, None, None]
+    lane_row = tl.arange(0, 8)[None, None, None, :, None]
+    row = square_down * 32 + lane_row * 4 + own_row
+    col = square_across * 32 + tl.arange(0, 32)[None, None, None, None, :]
     read = x + batch * stride_batch + top.to(tl.int64) * stride_row + left + (row * stride_row + col)
     mask = (row < rows - top) & (col < cols - left)
     if ALIGNED:
@@ -125,14 +144,15 @@ def encode_kernel(
             num_blocks = tl.cdiv(cols, WIDE)
             at = row_scales + (batch * rows + top) * num_blocks + left // WIDE
             if WIDE > 32:
-                tl.store(at + row * num_blocks, scales, mask=row < rows - top)
+                tl.store(at + row * num_blocks, scales, mask=None if WHOLE else row < rows - top)
             else:
-                tl.store(at + row * num_blocks + a, scales, mask=(row < rows - top) & (a * 32 < cols - left))
+                inside = (row < rows - top) & (square_across * 32 < cols - left)
+                tl.store(at + (row * num_blocks + square_across), scales, mask=None if WHOLE else inside)
         else:
-            tl.store(row_scales + batch * num_tiles + down * num_across + across, scale)
+            tl.store(row_scales + (batch * tl.num_programs(1) + down) * tl.num_programs(0) + across, scale)
         into = row_values + (batch * rows + top) * cols + left + (row * cols + col)
         if ALIGNED:
-            into = tl.multiple_of(into, [16, 16, 16, 16, 16])
+            into = tl.multiple_of(into, [8, 8, 8, 8, 8])  # no more: a thread stores what it has loaded
         tl.store(into, codes, mask=None if WHOLE else mask)
     if HAS_COLS:
         if TALL == 1:
@@ -143,12 +163,13 @@ def encode_kernel(
             num_blocks = tl.cdiv(rows, WIDE)
             at = col_scales + (batch * cols + left) * num_blocks + top // WIDE
             if WIDE > 32:
-                tl.store(at + col * num_blocks, scales, mask=col < cols - left)
+                tl.store(at + col * num_blocks, scales, mask=None if WHOLE else col < cols - left)
             else:
-                tl.store(at + col * num_blocks + d, scales, mask=(col < cols - left) & (d * 32 < rows - top))
+                inside = (col < cols - left) & (square_down * 32 < rows - top)
+                tl.store(at + (col * num_blocks + square_down), scales, mask=None if WHOLE else inside)
         else:
-            tl.store(col_scales + batch * num_tiles + across * num_down + down, scale)
-        turned = tl.reshape(tl.permute(codes, (2, 4, 1, 0, 3)), (COLS, ROWS))
+            tl.store(col_scales + (batch * tl.num_programs(0) + across) * tl.num_programs(1) + down, scale)
+        turned = tl.reshape(tl.permute(codes, (2, 4, 1, 3, 0)), (COLS, ROWS))
         row, col = tl.arange(0, ROWS)[None, :], tl.arange(0, COLS)[:, None]
         into = col_values + (batch * cols + left) * rows + top + (col * rows + row)
         mask = (col < cols - left) & (row < rows - top)
@@ -173,11 +194,8 @@ def fused_encode(x: Tensor, rows: Codes | None, cols: Codes | None, tile: Encode
     if numbers.stride(2) != 1 or numbers.stride(1) >= LONGEST:
         numbers = numbers.contiguous()
     numbers = numbers.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
-    across = -(-num_cols // tile.cols)
-    tiles = -(-num_rows // tile.rows) * across
-    pairs = [
-        (None, None) if codes is None else (codes.values.view(torch.uint8), codes.scales) for codes in (rows, cols)
-    ]
+    grid = -(-num_cols // tile.cols), -(-num_rows // tile.rows), batch
+    pairs = [(None, None) if out is None else (out.values.view(torch.uint8), out.scales) for out in (rows, cols)]
     memory = [tensor for pair in pairs for tensor in pair]
     strides = numbers.stride()[:2]
     # Then rows begin at multiples of 16 bytes here and in the codes; no compiler sees it in the strides.
@@ -187,10 +205,10 @@ def fused_encode(x: Tensor, rows: Codes | None, cols: Codes | None, tile: Encode
     by_bits = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (8, 9)
     flags = (rows is not None, cols is not None, is_aligned, is_whole)
     constants = (
-        *flags, *format.block, tile.rows, tile.cols, tile.group,
+        *flags, *format.block, tile.rows, tile.cols,
         element.largest, element.exponent, format.element == "e4m3", format.scale == "e8m0", by_bits,
     )  # fmt: skip
     key = ("encode", x.device, x.dtype, format, tile, flags, strides[0] >= 2**31, *(not place for place in places))
-    arguments = (numbers, *memory, tiles, across, num_rows, num_cols, *strides, *constants)
+    arguments = (numbers, *memory, num_rows, num_cols, *strides, *constants)
     with torch.cuda.device_of(x):
-        launch(encode_kernel, key, batch * tiles, arguments, warps=tile.warps, registers=tile.registers)
+        launch(encode_kernel, key, grid, arguments, warps=tile.warps, registers=tile.registers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ NEEDS_GPU = pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU")
 SMALL = [(128, 128), (1, 1), (33, 257), (2, 130, 70), (1, 2, 144, 16)]
 LARGE = [] if IS_INTERPRETED else [(144, 272), (1024, 1408), (2, 500, 1500), (1, 40_000), (40_000, 1)]
 DTYPES = [torch.bfloat16, torch.float32]
+EVERY = list(product(SMALL + LARGE, DTYPES))
+CASES = EVERY[::3] if IS_INTERPRETED else EVERY
+"""The interpreter takes seconds: every shape or its neighbour, and both dtypes."""
 
 
 def new(shape: torch.Size, format: BlockFormat) -> Codes:
@@ -39,8 +44,7 @@ def check(x: Tensor, format: BlockFormat) -> None:
     same(cols, encode(x.cpu().mT, format))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SMALL + LARGE)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_both_directions_have_the_bits_that_torch_writes(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for run in (32,) if IS_INTERPRETED else (32, 1):
@@ -59,8 +63,8 @@ def test_one_direction_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_views(name: str) -> None:
-    whole = hard_numbers((2, 48, 144), torch.bfloat16, seed=2).to(DEVICE)
-    cut = whole[:1, 16:, 16:], whole[:1, 1:, 3:], whole[0, ::2, ::2], whole[0, :1].mT
+    whole = hard_numbers((2, 40, 112), torch.bfloat16, seed=2).to(DEVICE)
+    cut = whole[:1, 16:, 16:], whole[0, 1:, 3:], whole[0, ::2, ::2], whole[0, :1].mT
     for view in (whole[0].mT, *cut, whole[:, :2].transpose(0, 1)):
         check(view, FORMATS[name])
 

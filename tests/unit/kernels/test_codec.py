@@ -14,6 +14,7 @@ from layerwise.kernels.codec import Codes, decode, encode, encode_both_into, enc
 from layerwise.kernels.encoders import Encoder, choose_encoder, encoder_tile
 from layerwise.layout.recipes import FP8_ROWS, MX_E4M3, MX_E5M2, BlockFormat, codes_nbytes
 from tests.codes import FORMATS, hard_numbers
+from tests.marks import sampled
 from tests.reference import codes as reference
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -47,7 +48,7 @@ def test_codes_are_those_of_the_oracle(name: str, dtype: torch.dtype, shape: tup
         check_against_oracle(hard_numbers(shape, dtype, seed=sum(shape), run=run), FORMATS[name])
 
 
-@pytest.mark.parametrize("name", MX)
+@pytest.mark.parametrize("name", sampled(MX, "mx e4m3"))
 def test_every_16_bit_number_alone_and_beside_a_larger_one(name: str) -> None:
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     check_against_oracle(every.unsqueeze(1), MX[name])
@@ -241,19 +242,16 @@ def test_elsewhere_torch_writes_codes_and_the_reason_says_why(facts: dict[str, A
     assert word in chosen.reason
 
 
-LEAST = 2.0**-118
-"""The least magnitude whose scale is more than 2^-127 for e4m3. torchao takes the byte of a lesser one's scale, 0, for
-2^-126 where it divides and for 2^-127 where it multiplies, so that such blocks come back halved."""
-
-
 def check_against_torchao(x: Tensor, name: str) -> None:
+    """Bit by bit, but for two things. The sign of a NaN code is that of the input there, or of the machine's Inf / Inf.
+    And the byte 0 of a scale means 2^-126 where torchao divides and 2^-127 where it multiplies, so that blocks of
+    numbers below 2^-118 (2^-111 for e5m2) come back halved; by the format's definition it is 2^-127 both times."""
     from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
     format = MX[name]
     found = encode(x, format)
     scales, values = to_mx(x, found.values.dtype, 32, ScaleCalculationMode.FLOOR)
     assert torch.equal(scales.view(torch.uint8), found.scales)
-    # The sign of a NaN code is that of the input there, or of the machine's Inf / Inf.
     ours, theirs = found.values, values
     assert torch.equal(ours.float().isnan(), theirs.float().isnan())
     is_halved = (found.scales == 0).repeat_interleave(32, -1)
@@ -269,8 +267,8 @@ def check_against_torchao(x: Tensor, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MX)
 def test_codes_are_those_of_torchao(name: str, dtype: torch.dtype) -> None:
-    check_against_torchao(hard_numbers((1000, 320), dtype, seed=5), name)
-    check_against_torchao(hard_numbers((1000, 320), dtype, seed=6, run=1), name)
+    check_against_torchao(hard_numbers((600, 320), dtype, seed=5), name)
+    check_against_torchao(hard_numbers((600, 320), dtype, seed=6, run=1), name)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from layerwise.layout.recipes import BlockFormat
 from tests.codes import FORMATS, hard_numbers
 from tests.gpu.lists import DEVICE, IS_INTERPRETED
 
+AROUND = 4096
 NEEDS_GPU = pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU")
 SMALL = [(128, 128), (1, 1), (33, 257), (2, 130, 70), (1, 2, 144, 16)]
 LARGE = [] if IS_INTERPRETED else [(144, 272), (1024, 1408), (2, 500, 1500), (1, 40_000), (40_000, 1)]
@@ -24,24 +25,37 @@ CASES = EVERY[::3] if IS_INTERPRETED else EVERY
 """The interpreter takes seconds: every shape or its neighbour, and both dtypes."""
 
 
-def new(shape: torch.Size, format: BlockFormat) -> Codes:
-    """Memory in which nothing is right by chance, and in which what is written too much shows."""
-    found = Codes.empty(tuple(shape), format, DEVICE)
-    found.values.view(torch.uint8).fill_(0x55)
-    found.scales.view(torch.uint8).fill_(0x55)
-    return found
+class Guarded:
+    """Memory for codes in which nothing is right by chance, with memory around it that must stay as it is."""
+
+    def __init__(self, shape: torch.Size, format: BlockFormat) -> None:
+        self._all: list[tuple[Tensor, int]] = []
+        wanted = Codes.empty(tuple(shape), format, DEVICE)
+        values, scales = (self._inside(tensor) for tensor in (wanted.values, wanted.scales))
+        self.codes = Codes(values, scales, format)
+
+    def _inside(self, tensor: Tensor) -> Tensor:
+        whole = torch.full((tensor.nbytes + 2 * AROUND,), 0x55, dtype=torch.uint8, device=DEVICE)
+        self._all.append((whole, tensor.nbytes))
+        return whole[AROUND : AROUND + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def check(self, expected: Codes) -> None:
+        same(self.codes, expected)
+        for whole, nbytes in self._all:
+            assert bool((whole[:AROUND] == 0x55).all())
+            assert bool((whole[AROUND + nbytes :] == 0x55).all())
 
 
 def same(found: Codes, expected: Codes) -> None:
     for one, other in ((found.values, expected.values), (found.scales, expected.scales)):
-        assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
+        assert torch.equal(one.view(torch.uint8), other.to(one.device).view(torch.uint8))
 
 
 def check(x: Tensor, format: BlockFormat) -> None:
-    rows, cols = new(x.shape, format), new(x.mT.shape, format)
-    fused_encode(x, rows, cols)
-    same(rows, encode(x.cpu(), format))
-    same(cols, encode(x.cpu().mT, format))
+    rows, cols = Guarded(x.shape, format), Guarded(x.mT.shape, format)
+    fused_encode(x, rows.codes, cols.codes)
+    rows.check(encode(x.cpu(), format))
+    cols.check(encode(x.cpu().mT, format))
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES)
@@ -54,11 +68,11 @@ def test_both_directions_have_the_bits_that_torch_writes(name: str, shape: tuple
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_direction_alone(name: str) -> None:
     x = hard_numbers((130, 60), torch.bfloat16, seed=1).to(DEVICE)
-    rows, cols = new(x.shape, FORMATS[name]), new(x.mT.shape, FORMATS[name])
-    fused_encode(x, rows, None)
-    fused_encode(x, None, cols)
-    same(rows, encode(x.cpu(), FORMATS[name]))
-    same(cols, encode(x.cpu().mT, FORMATS[name]))
+    rows, cols = Guarded(x.shape, FORMATS[name]), Guarded(x.mT.shape, FORMATS[name])
+    fused_encode(x, rows.codes, None)
+    fused_encode(x, None, cols.codes)
+    rows.check(encode(x.cpu(), FORMATS[name]))
+    cols.check(encode(x.cpu().mT, FORMATS[name]))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -72,7 +86,7 @@ def test_views(name: str) -> None:
 def test_nothing_to_encode() -> None:
     for shape in ((0, 64), (64, 0), (0, 3, 3)):
         x = torch.zeros(shape, device=DEVICE)
-        fused_encode(x, new(x.shape, FORMATS["mx e4m3"]), new(x.mT.shape, FORMATS["mx e4m3"]))
+        check(x, FORMATS["mx e4m3"])
 
 
 @NEEDS_GPU
@@ -80,7 +94,7 @@ def test_nothing_to_encode() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_torch_writes_and_reads_the_same_bits_on_both_devices(name: str, dtype: torch.dtype) -> None:
     x = hard_numbers((1024, 1000), dtype, seed=3)
-    here, there = encode(x, FORMATS[name]), new(x.shape, FORMATS[name])
+    here, there = encode(x, FORMATS[name]), Codes.empty(tuple(x.shape), FORMATS[name], DEVICE)
     codec._encode_into(x.to(DEVICE), there)
     same(there, here)
     for back in DTYPES:
@@ -100,20 +114,19 @@ def test_sixteen_million_numbers_of_any_bits(name: str, dtype: torch.dtype) -> N
     bits = torch.randint(-(1 << 31), 1 << 31, (2, 4, 1024, 2048), device=DEVICE).to(torch.int32).view(torch.float32)
     bits[1] = torch.randn_like(bits[1])
     x = bits.to(dtype)
-    rows, cols = new(x.shape, FORMATS[name]), new(x.mT.shape, FORMATS[name])
-    fused_encode(x, rows, cols)
+    rows, cols = Guarded(x.shape, FORMATS[name]), Guarded(x.mT.shape, FORMATS[name])
+    fused_encode(x, rows.codes, cols.codes)
     for found, given in ((rows, x), (cols, x.mT)):
-        expected = new(given.shape, FORMATS[name])
+        expected = Codes.empty(tuple(given.shape), FORMATS[name], DEVICE)
         codec._encode_into(given, expected)
-        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
-        assert torch.equal(found.scales.view(torch.uint8), expected.scales.view(torch.uint8))
+        found.check(expected)
 
 
 @NEEDS_GPU
 def test_the_kernel_is_what_runs_on_a_gpu() -> None:
     x = hard_numbers((256, 384), torch.bfloat16, seed=4).to(DEVICE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        rows, cols = new(x.shape, FORMATS["mx e4m3"]), new(x.mT.shape, FORMATS["mx e4m3"])
-        encode_both_into(x, rows, cols)
+        rows, cols = Guarded(x.shape, FORMATS["mx e4m3"]), Guarded(x.mT.shape, FORMATS["mx e4m3"])
+        encode_both_into(x, rows.codes, cols.codes)
         torch.cuda.synchronize()
     assert sum(event.count for event in profile.key_averages() if "encode_kernel" in event.key) == 1

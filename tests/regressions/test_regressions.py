@@ -26,6 +26,7 @@ LONG = (
 TIMES = {"timeout_s": 180.0, "pg_timeout_s": 60.0}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in LONG)) for case in CASES],

@@ -83,6 +83,8 @@ class Way:
     """Ranks that share the experts; 0: every rank has all of them, as any other param."""
     accumulation: int = 1
     evaluates: bool = False
+    skip: tuple[str, ...] = ()
+    """Globs of params that stay plain."""
     options: tuple[tuple[str, Any], ...] = ()
     """More arguments of DataParallel."""
 
@@ -95,7 +97,7 @@ def build(way: Way) -> nn.Module:
 
 
 def prepare(way: Way) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
-    module = layerwise.quantize(build(way), way.recipe)
+    module = layerwise.quantize(build(way), way.recipe, skip=way.skip)
     mesh = None
     if way.ep:
         mesh = init_device_mesh("cpu", (dist.get_world_size() // way.ep, way.ep), mesh_dim_names=("dp", "ep"))
@@ -105,7 +107,7 @@ def prepare(way: Way) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
         mesh=mesh,
         param_gather=way.gather,  # type: ignore[arg-type]
         overlap_param_gather=way.overlap,
-        bucket_mib=0.05,
+        bucket_mib=0.012,  # two weights in a bucket
         **dict(way.options),
     )
     optimizer = layerwise.Optimizer(
@@ -215,7 +217,11 @@ def faults(model: layerwise.DataParallel) -> list[str]:
     )
     for fqn, param in coded_params(model):
         stored = stored_of(param)
-        if stored is None or not stored.is_by_codes:
+        if stored is None:
+            continue
+        if not stored.is_by_codes:
+            if storage.plan.options.param_gather == "quantized":
+                found.append(f"{fqn} is not kept as codes")
             continue
         for direction, codes in (("rows", stored.rows()), ("columns", stored.cols())):
             if f"master of {fqn}" not in masters:
@@ -242,10 +248,9 @@ def faults(model: layerwise.DataParallel) -> list[str]:
 
 
 def difference(one: Seen, two: Seen) -> str:
-    """The first thing in which two runs differ, and what is wrong with either; nothing if they are alike."""
-    problems = [*one.faults, *two.faults]
-    if problems:
-        return problems[0]
+    """What is wrong with either of two runs, or the first thing in which they differ; nothing if they are alike."""
+    if problems := [*one.faults, *two.faults]:
+        return "; ".join(problems)
     names = {name.split(" ")[0] for name, _ in one.facts}
     if not {"loss", "output", "gradient", "master", "plain"} <= names:
         return f"the comparison is vacuous: it has {sorted(names)} only"

@@ -155,11 +155,18 @@ def train(rank: int, way: Way, steps: int) -> Seen:
             with torch.no_grad():
                 seen.facts.append(("eval", hash_tensors([model(tokens_of(9, step, 0)[:, :-1])])))
         for shard in storage.shards:
-            seen.facts += [(f"master of {span.fqn}", hash_tensors([shard.master[span.part]])) for span in shard.spans]
+            for span in shard.spans:
+                held = [shard.master, *(tensor for _, tensor in sorted(shard.state.items()))]
+                seen.facts.append((f"master of {span.fqn}", hash_tensors(tensor[span.part] for tensor in held)))
         if step in (0, steps - 1):  # what reads weights ends the flights: not in every step
             seen.facts += [(f"plain {fqn}", hash_tensors([param])) for fqn, param in plain_params(model)]
             seen.faults += [f"step {step}: {text}" for text in faults(model)]
     model.ensure()
+    due = {kind: steps * nbytes for kind, nbytes in model.engine.publisher.due_nbytes.items()}
+    if dict(model.engine.traffic.gathered) != due:
+        seen.faults.append(
+            f"{dict(model.engine.traffic.gathered)} bytes were gathered in {steps} steps, {due} were due"
+        )
     for fqn, count in written(model).items():
         if count != writes[fqn] + steps:
             seen.faults.append(f"{fqn} was written {count - writes[fqn]} times in {steps} steps")

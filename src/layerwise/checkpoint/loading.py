@@ -271,15 +271,19 @@ def check_published(engine: Engine) -> None:
 
     def mine() -> dict[str, object]:
         for shard in engine.storage.shards:
-            if shard.is_apart and not _same_bits(shard.master.to(shard.weight.dtype), shard.weight):
+            if shard.is_apart and not _same_bits(shard.master.to(shard.dtype), shard.rounded()):
                 raise CheckpointError(
                     f"{shard.plan.label} has weights that its masters do not round to, after loading."
                 )
         replicas = engine.storage.replicas
         held = (
-            [(f"{replica.plan.domain} {replica.plan.label}", replica.weights) for replica in replicas]
+            [
+                (f"{replica.plan.domain} {replica.plan.label}", tensor.reshape(-1))
+                for replica in replicas
+                for tensor in replica.held
+            ]
             if replicas
-            else [(f"{shard.plan.label} {shard.spans}", shard.weight) for shard in engine.storage.shards]
+            else [(f"{shard.plan.label} {shard.spans}", shard.rounded()) for shard in engine.storage.shards]
         )
         # As one number for each set of params: ranks that have the same have the same number.
         names = hashlib.sha256(repr([place, *(label for label, _ in held)]).encode()).hexdigest()

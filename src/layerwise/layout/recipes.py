@@ -49,3 +49,39 @@ def codes_nbytes(shape: tuple[int, ...], format: BlockFormat) -> int:
     (264, 8328)
     """
     return prod(shape) + prod(format.scales_shape(shape)) * SCALE_ITEMSIZE[format.scale]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How weights of products are kept, and what the numbers that meet them are rounded to."""
+
+    name: str
+    weights: BlockFormat
+    activations: BlockFormat
+    """Of inputs, and of gradients of outputs."""
+
+    @property
+    def both_directions(self) -> bool:
+        """Whether a weight and its transpose have codes of their own: where blocks are square they are the same."""
+        rows, cols = self.weights.block
+        return rows != cols
+
+    @property
+    def multiple(self) -> int:
+        """What rows and columns of a weight must be multiples of, so that both directions have whole blocks."""
+        return max(self.weights.block)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a weight.
+
+        >>> RECIPES["mxfp8"].nbytes((64, 64)) / 64**2, RECIPES["blockwise"].nbytes((256, 256)) / 256**2
+        (2.0625, 1.000244140625)
+        """
+        *batch, rows, cols = shape
+        other = codes_nbytes((*batch, cols, rows), self.weights) if self.both_directions else 0
+        return codes_nbytes(shape, self.weights) + other
+
+
+RECIPES = {
+    recipe.name: recipe for recipe in (Recipe("mxfp8", MX_E4M3, MX_E4M3), Recipe("blockwise", FP8_TILES, FP8_ROWS))
+}

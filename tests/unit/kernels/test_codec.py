@@ -15,7 +15,7 @@ from layerwise.kernels.encoders import Encoder, choose_encoder, encoder_tile
 from layerwise.layout.recipes import FP8_ROWS, MX_E4M3, MX_E5M2, BlockFormat, codes_nbytes
 from tests.codes import FORMATS, hard_numbers
 from tests.marks import sampled
-from tests.reference import codes as reference
+from tests.reference import block_formats as reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAN, INF = math.nan, math.inf

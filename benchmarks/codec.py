@@ -1,6 +1,7 @@
 """Bandwidth of writing codes of both directions on a GPU, beside a device copy of as many bytes in the same run.
 
     python benchmarks/codec.py
+    python benchmarks/codec.py --tiles    # other tiles beside those in use, printed only
 
 Bytes are those of bf16 read once and of codes and scales written once; medians, with a cold cache before every launch.
 `of_copy` is the rate over that of a copy that reads and writes as many bytes, `of_large_copy` over that of a copy of
@@ -13,6 +14,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from triton.testing import do_bench
 
 from layerwise.kernels import codec
 from layerwise.kernels.codec import Codes, encode_both_into
+from layerwise.kernels.encoders import EncoderTile
+from layerwise.kernels.triton_codec import fused_encode
 from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2, BlockFormat
 
 RESULTS = Path(__file__).parent / "results" / "codec.json"
@@ -65,8 +69,27 @@ def measure(name: str, format: BlockFormat, shape: tuple[int, ...], large: float
     }
 
 
+def sweep() -> None:
+    """Of tiles, warps and registers, the rate for every shape."""
+    sides, registers = [(64, 64), (64, 128), (128, 64), (128, 128)], [None, 128, 96, 80, 64]
+    for name, format in FORMATS.items():
+        for (tall, wide), bound, elements in product(sides, registers, (32, 64)):
+            if tall % max(format.block) or wide % max(format.block):
+                continue
+            tile, rates = EncoderTile(tall, wide, tall * wide // elements // 32, bound), []
+            for shape in SHAPES:
+                x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+                rows, cols = Codes.empty(shape, format, "cuda"), Codes.empty(tuple(x.mT.shape), format, "cuda")
+                ms = device_ms(lambda x=x, rows=rows, cols=cols, tile=tile: fused_encode(x, rows, cols, tile))
+                rates.append(round((x.nbytes + rows.nbytes + cols.nbytes) / ms / 1e9, 2))
+            print(name, tile, rates, flush=True)
+
+
 def main() -> int:
     torch.manual_seed(0)
+    if "--tiles" in sys.argv:
+        sweep()
+        return 0
     large = copy_tb_s(2**33)
     report = {
         "command": "python benchmarks/codec.py",

@@ -123,6 +123,20 @@ def test_sixteen_million_numbers_of_any_bits(name: str, dtype: torch.dtype) -> N
 
 
 @NEEDS_GPU
+@pytest.mark.parametrize("exponent", [9, 127, 254])
+def test_quotients_are_those_of_a_division_for_every_mantissa(exponent: int) -> None:
+    """Every mantissa is the largest of a row; what is beside it sees the last bit of its factor now and then."""
+    mantissas = torch.arange(1 << 23, device=DEVICE, dtype=torch.int32).view(8, 1 << 20, 1)
+    largest = (mantissas | exponent << 23).view(torch.float32)
+    x = torch.cat([largest, *(largest * share for share in (0.9375, 0.6, -0.3, 0.05))], -1)
+    rows = Guarded(x.shape, FORMATS["fp8 rows"])
+    fused_encode(x, rows.codes, None)
+    expected = Codes.empty(tuple(x.shape), FORMATS["fp8 rows"], DEVICE)
+    codec._encode_into(x, expected)
+    rows.check(expected)
+
+
+@NEEDS_GPU
 def test_the_kernel_is_what_runs_on_a_gpu() -> None:
     x = hard_numbers((256, 384), torch.bfloat16, seed=4).to(DEVICE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

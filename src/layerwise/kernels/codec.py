@@ -24,11 +24,13 @@ same bits on every device, and by our own kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from layerwise.errors import warn
 from layerwise.kernels.facts import encoder_for
 from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2, BlockFormat, codes_nbytes
 
@@ -151,7 +153,37 @@ def _has_kernel(x: Tensor, *outs: Codes) -> bool:
     """Whether our own kernel can write these codes."""
     if not all(tensor.is_contiguous() for out in outs for tensor in (out.values, out.scales)):
         return False
-    return encoder_for(x.device, outs[0].format, tuple(x.shape)).backend == "triton"
+    format = outs[0].format
+    return encoder_for(x.device, format, tuple(x.shape)).backend == "triton" and _is_exact(x.device, format)
+
+
+@cache
+def _is_exact(device: torch.device, format: BlockFormat) -> bool:
+    """Whether our own kernel writes torch's bits on this device: tried once, on numbers of every kind. It is made of
+    instructions that compilers and cards have changed before."""
+    from layerwise.kernels.triton_codec import fused_encode
+
+    bits = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)  # all there are
+    spread = bits[torch.randperm(bits.numel(), generator=torch.Generator().manual_seed(0)).to(device)]
+    finite = spread.nan_to_num(1.0, 2.0, -2.0).view(2, 128, 256)
+    for x in (finite, spread.view(2, 128, 256), finite[:, :100, :150].contiguous()):
+        found, expected = ([Codes.empty(tuple(y.shape), format, device) for y in (x, x.mT)] for _ in range(2))
+        try:
+            fused_encode(x, found[0], found[1])
+        except Exception as error:
+            warn(f"our own kernel for codes does not run here, torch writes them: {type(error).__name__}: {error}.")
+            return False
+        for y, out in zip((x, x.mT), expected, strict=True):
+            _encode_into(y, out)
+        if not all(map(_same_bits, found, expected)):
+            warn(f"our own kernel for codes of {format} has other bits than torch on {device}: torch writes them.")
+            return False
+    return True
+
+
+def _same_bits(one: Codes, other: Codes) -> bool:
+    pairs = ((one.values, other.values), (one.scales, other.scales))
+    return all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pairs)
 
 
 def _encode_into(x: Tensor, out: Codes) -> None:

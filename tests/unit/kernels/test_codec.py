@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from layerwise.kernels import codec
 from layerwise.kernels.codec import Codes, decode, encode, encode_both_into, encode_into
 from layerwise.kernels.encoders import Encoder, choose_encoder, encoder_tile
 from layerwise.layout.recipes import FP8_ROWS, MX_E4M3, MX_E5M2, BlockFormat, codes_nbytes
@@ -280,3 +286,45 @@ def test_codes_are_those_of_torchao(name: str, dtype: torch.dtype) -> None:
 def test_ten_million_codes_are_those_of_torchao(name: str, dtype: torch.dtype) -> None:
     compared = sum(check_against_torchao(hard_numbers((4000, 256), dtype, seed=10 + seed), name) for seed in range(13))
     assert compared >= 10**7
+
+
+def torchs_own(x: Tensor, rows: Codes, cols: Codes | None) -> None:
+    codec._encode_into(x, rows)
+    if cols is not None:
+        codec._encode_into(x.mT, cols)
+
+
+def one_code_off(x: Tensor, rows: Codes, cols: Codes | None) -> None:
+    torchs_own(x, rows, cols)
+    rows.values.view(torch.uint8).view(-1)[77] ^= 1
+
+
+def no_compiler(x: Tensor, rows: Codes, cols: Codes | None) -> None:
+    raise RuntimeError("no compiler here")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "calls", "said"),
+    [(torchs_own, 4, ""), (one_code_off, 1, "other bits than torch"), (no_compiler, 1, "no compiler here")],
+)
+def test_a_kernel_that_has_other_bits_or_does_not_run_is_not_used(
+    kernel: Callable[[Tensor, Codes, Codes | None], None], calls: int, said: str
+) -> None:
+    called = mock.Mock(side_effect=kernel)
+    fake = SimpleNamespace(fused_encode=called)
+    codec._is_exact.cache_clear()
+    x = torch.randn(64, 96).bfloat16()
+    expected = encode(x, MX_E4M3)
+    with (
+        mock.patch.dict(sys.modules, {"layerwise.kernels.triton_codec": fake}),
+        mock.patch.object(codec, "encoder_for", return_value=Encoder("triton", "")),
+        warnings.catch_warnings(record=True) as heard,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2 if said else 1):
+            found = encode(x, MX_E4M3)
+    codec._is_exact.cache_clear()
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert called.call_count == calls
+    assert len(heard) == bool(said)
+    assert all(said in str(warning.message) for warning in heard)

@@ -147,7 +147,7 @@ class Contents:
             number = int(index) + self._place(fqn)[0] * len(self.engine.plan.routes[fqn].matrices)
             key = state_key(self.name_of(fqn), f"{kind}.{number}")
             mine = home.first == ranks[self.engine.domain_of(fqn)] and self._speaks(fqn)
-            yield Part(key, home.shape, _whole(home.shape), tensor, mine)
+            yield Part(key, home.shape, Box.whole(home.shape), tensor, mine)
 
     def constants(self) -> Iterator[Part]:
         """Frozen params and buffers that belong to the model's state."""
@@ -227,7 +227,7 @@ class Contents:
     def _of_shard(self, key: str, fqn: str, shard: Shard, flat: Tensor) -> Iterator[Part]:
         rank, shape = self._rank(fqn), tuple(self.engine.storage.params[fqn].shape)
         if 0 in shape:  # nobody has a span of it, and it is there
-            yield self._part(key, fqn, shape, _whole(shape), flat[:0].view(shape), (0,), rank)
+            yield self._part(key, fqn, shape, Box.whole(shape), flat[:0].view(shape), (0,), rank)
         for span in shard.spans_by_fqn.get(fqn, ()):
             copies, at = shard.plan.copies(span, rank), span.shard_offset
             for box in _boxes(span, shape):
@@ -249,10 +249,6 @@ class Contents:
         return Part(key, shape, box, tensor, chosen == rank and self._speaks(fqn))
 
 
-def _whole(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)
-
-
 def stacked(shape: tuple[int, ...], places: int) -> tuple[int, ...]:
     """The shape of the experts of all ranks, which lie one behind the other."""
     return (shape[0] * places, *shape[1:]) if shape else shape
@@ -261,7 +257,7 @@ def stacked(shape: tuple[int, ...], places: int) -> tuple[int, ...]:
 def _boxes(span: Span, shape: tuple[int, ...]) -> Iterator[Box]:
     """The boxes of a param that a span is made of, in its order."""
     if not shape:
-        yield _whole(shape)
+        yield Box.whole(shape)
         return
     if span.block is None:
         yield from interval_boxes(shape, span.start, span.stop)

@@ -229,7 +229,7 @@ class Reader:
         """All of a tensor."""
         entry = self._manifest.entries[key]
         found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        self.read(key, Box((0,) * len(entry.shape), entry.shape), found)
+        self.read(key, Box.whole(entry.shape), found)
         return found
 
     def _launch(self, part: _Part) -> _Flight:

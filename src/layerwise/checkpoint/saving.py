@@ -149,7 +149,7 @@ def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
         own[f"{RNG}.{groups.rank}.cuda"] = torch.cuda.get_rng_state(device)
     for key, tensor in {**own, **beside}.items():
         shape = tuple(tensor.shape)
-        yield Part(key, shape, Box((0,) * len(shape), shape), tensor, True)
+        yield Part(key, shape, Box.whole(shape), tensor, True)
 
 
 def write_parts(parts: Iterator[Part], path: Path) -> Written:

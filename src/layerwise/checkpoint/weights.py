@@ -158,8 +158,7 @@ def import_weights(weights: Path, states: list[Path], target: Path) -> int:
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     parts = (
-        Part(key, tuple(tensor.shape), Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor, True)
-        for key, tensor in tensors.items()
+        Part(key, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor, True) for key, tensor in tensors.items()
     )
     written = write_parts(parts, partial / "__0_0.distcp")
     commit(Manifest(written.entries, written.files, about), partial, target)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from layerwise.checkpoint.manifest import FILE_NAME, PIECE, FileFacts, Manifest, most_nbytes
 from layerwise.errors import CheckpointError
 
+PARTIAL = ".partial"
+"""How the name of a folder or file ends that is being written, or was when somebody was killed."""
 THREADS = 4
 """That read and sum up parts of files at once; both let go of the interpreter."""
 _AT_A_TIME = 256 << 10
@@ -59,13 +62,41 @@ def facts_of(data: bytes) -> FileFacts:
     return FileFacts(len(data), sums.digits())
 
 
-def write_file(path: Path, data: bytes) -> FileFacts:
-    """A small file, whole and on disk."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return facts_of(data)
+def write_files(folder: Path, texts: Mapping[str, bytes]) -> None:
+    """New small files by name, whole and on disk; they go there together."""
+    with ExitStack() as stack:
+        files = []
+        for name, text in texts.items():
+            file = stack.enter_context(open(folder / name, "xb"))
+            file.write(text)
+            file.flush()
+            begin_writing(file.fileno(), 0, len(text))
+            files.append(file)
+        for file in files:
+            os.fsync(file.fileno())
+
+
+def partial_of(target: Path) -> Path:
+    """Where something is written that gets its name when it is whole."""
+    return target.with_name(target.name + PARTIAL)
+
+
+def check_free(target: Path) -> None:
+    """Raise if there is something of that name."""
+    if os.path.lexists(target):
+        raise CheckpointError(
+            f"{target} is there already: expected a new name. A checkpoint is never written over another, since neither would be whole "
+            "if it were cut short. Save every step under a name of its own; layerwise.Checkpoints does."
+        )
+
+
+def make_partial(target: Path) -> Path:
+    """A new folder to write in, in place of one that somebody who was killed has left."""
+    partial = partial_of(target)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
 
 
 def begin_writing(descriptor: int, offset: int, nbytes: int) -> None:

@@ -20,7 +20,7 @@ from layerwise.checkpoint.contents import Contents, engine_of
 from layerwise.checkpoint.disk import damages_of, pieces_of, read_manifest
 from layerwise.checkpoint.files import Reader, Wanted, bytes_of
 from layerwise.checkpoint.fitting import Names, Policy, Read, fit
-from layerwise.checkpoint.manifest import Manifest
+from layerwise.checkpoint.manifest import Manifest, expect
 from layerwise.checkpoint.plain import from_plain, number
 from layerwise.checkpoint.rates import rates_of
 from layerwise.checkpoint.saving import EXTRA, RNG
@@ -172,9 +172,9 @@ def _beside(
             return reader.whole(key)
 
         try:
-            values = _expect(from_plain(about.get(EXTRA, {}), tensor_of), dict)
+            values = expect(from_plain(about.get(EXTRA, {}), tensor_of), dict)
             scale = _scale_of(about.get("loss_scale"))
-            options = _expect(from_plain(about.get("options", []), _no_tensor), list)
+            options = expect(from_plain(about.get("options", []), _no_tensor), list)
             rates: dict[str, float] = {}
             generators: dict[str, Tensor] | None = {}
             if isinstance(contents, Contents) and contents.optimizer is not None:
@@ -196,16 +196,10 @@ def _beside(
     return _Beside(values, states, scale, rates, generators)
 
 
-def _expect(value: object, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"expected a {kind.__name__}, found a {type(value).__name__}")
-    return value
-
-
 def _scale_of(saved: object) -> dict[str, float] | None:
     if saved is None:
         return None
-    scale = {name: number(value) for name, value in _expect(saved, dict).items()}
+    scale = {name: number(value) for name, value in expect(saved, dict).items()}
     if set(scale) != {"scale", "good_steps", "bad_steps"} or min(scale.values()) < 0 or not scale["scale"]:
         raise ValueError("it has another loss scale than there is")
     return scale

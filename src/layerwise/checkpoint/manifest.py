@@ -153,12 +153,12 @@ class Manifest:
         """As data, not yet looked at."""
         try:
             found = cls(
-                {key: _entry_from_json(entry) for key, entry in _expect(body["entries"], dict).items()},
+                {key: _entry_from_json(entry) for key, entry in expect(body["entries"], dict).items()},
                 {
-                    name: FileFacts(_count(nbytes), _expect(sums, str))
-                    for name, (nbytes, sums) in _expect(body["files"], dict).items()
+                    name: FileFacts(_count(nbytes), expect(sums, str))
+                    for name, (nbytes, sums) in expect(body["files"], dict).items()
                 },
-                _expect(body["about"], dict),
+                expect(body["about"], dict),
             )
             _count(found.about["step"])
         except (KeyError, TypeError, ValueError) as error:
@@ -217,9 +217,9 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
 def _entry_from_json(entry: Mapping[str, Any]) -> Entry:
     return Entry(
         tuple(map(_count, entry["shape"])),
-        _expect(entry["dtype"], str),
+        expect(entry["dtype"], str),
         tuple(
-            Chunk(_box(starts, sizes), _expect(file, str), _count(offset), _count(length), _count(data))
+            Chunk(_box(starts, sizes), expect(file, str), _count(offset), _count(length), _count(data))
             for starts, sizes, file, offset, length, data in entry["chunks"]
         ),
     )
@@ -237,7 +237,8 @@ def _count(value: object) -> int:
     return value
 
 
-def _expect(value: object, kind: type) -> Any:
+def expect(value: object, kind: type) -> Any:
+    """A value that somebody wrote, if it is of that kind."""
     if not isinstance(value, kind):
         raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value

@@ -7,6 +7,7 @@ that the manifest names. So torch reads the file with its own reader, and we rea
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import queue
 import threading
@@ -79,7 +80,7 @@ class DataFile:
         return Item(offset, self.nbytes - offset, offset + len(frame.head))
 
     def _write(self, item: list[bytes | memoryview]) -> None:
-        left = list(map(memoryview, item))
+        left = [memoryview(data) for data in item]
         while left:
             count = os.writev(self._descriptor, left)
             self.nbytes += count
@@ -113,27 +114,22 @@ class _Frame(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Frame:
-        around = _Around()
+        written = _WithoutElements()
         with torch.serialization.skip_data():
-            torch.save(torch.empty_like(tensor), around)
-        return cls(bytes(around.head), bytes(around.tail))
+            torch.save(torch.empty_like(tensor), written)
+        text = written.getvalue()
+        place = len(text) if written.place is None else written.place
+        return cls(text[:place], text[place:])
 
 
-class _Around:
-    """A file that torch.save() writes to and leaves a hole in, where elements would be."""
+class _WithoutElements(io.BytesIO):
+    """What torch.save() writes where it is told to skip over elements, and the place of those, if there are any."""
 
-    def __init__(self) -> None:
-        self.head, self.tail = bytearray(), bytearray()
-        self._now = self.head
+    place: int | None = None
 
-    def write(self, data: bytes) -> int:
-        self._now += data
-        return len(data)
-
-    def seek(self, _offset: int, _whence: int) -> None:
-        self._now = self.tail
-
-    def flush(self) -> None: ...
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self.place = self.tell()
+        return self.place + offset
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -124,7 +124,7 @@ def _names_elsewhere(contents: Contents | BareModule) -> set[str]:
     groups = contents.groups
     if len(groups.stages) == 1:
         return set()
-    told: list[Any] = share(groups, lambda: {"names": sorted({**contents.facts(), **contents.constant_shapes()})})
+    told: list[Any] = share(groups, lambda: {"names": sorted(contents.names())})
     return {name for theirs in told for name in theirs["names"]}
 
 
@@ -251,7 +251,7 @@ def _rounds_to(master: Tensor, weight: Tensor) -> bool:
     """Whether weights have the bits that masters round to; a part at a time, since a whole shard would take as much memory."""
     return all(
         torch.equal(truth.to(read.dtype).view(torch.uint8), read.view(torch.uint8))
-        for truth, read in zip(master.split(_AT_A_TIME), weight.split(_AT_A_TIME), strict=True)
+        for truth, read in zip(torch.split(master, _AT_A_TIME), torch.split(weight, _AT_A_TIME), strict=True)
     )
 
 

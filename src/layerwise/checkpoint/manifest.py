@@ -94,7 +94,8 @@ class FileFacts(NamedTuple):
     nbytes: int
     sums: str
     """CRC-32 of every piece of it, in hexadecimal digits. A stronger sum would tell no more: who changes a file on purpose
-    changes its sum too, and what breaks by chance is found by this one, at the speed of a disk."""
+    changes its sum too, and what breaks by chance is found by this one, as fast as memory is copied. Sums of integers that
+    torch takes are hardly faster, and two flipped signs can hide from them."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import layerwise
 from layerwise.checkpoint.contents import MASTER, MODEL, STATE, ParamFacts, Part
-from layerwise.checkpoint.disk import check_free, make_partial, opened, partial_of
+from layerwise.checkpoint.disk import check_free, damages_of, make_partial, opened, partial_of, pieces_of
 from layerwise.checkpoint.files import Reader, bytes_of
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.saving import commit, write_parts
@@ -50,7 +50,10 @@ _KINDS = {
 
 def export_weights(folder: Path, manifest: Manifest, target: Path, *, masters: bool) -> int:
     """Write all weights into one safetensors file, one tensor at a time; masters in their place, if asked for and there.
-    Returns how many."""
+    Returns how many. Files are checked first."""
+    damage = damages_of(folder, manifest.files, pieces_of(manifest.files))
+    if damage:
+        raise CheckpointError(f"{folder} is damaged: {listed(damage)}. Nothing was written.")
     keys = {}
     for key in manifest.entries:
         if key.startswith(f"{MODEL}."):

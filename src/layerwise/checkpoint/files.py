@@ -118,8 +118,9 @@ class _Frame(NamedTuple):
         with torch.serialization.skip_data():
             torch.save(torch.empty_like(tensor), written)
         text = written.getvalue()
-        place = len(text) if written.place is None else written.place
-        return cls(text[:place], text[place:])
+        if (written.place is None) != (tensor.nbytes == 0):
+            raise CheckpointError(f"torch {torch.__version__} does not skip elements: expected a version that does.")
+        return cls(text[: written.place], text[len(text) if written.place is None else written.place :])
 
 
 class _WithoutElements(io.BytesIO):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from layerwise.comm.joining import init
     from layerwise.engine.loss_scale import LossScale
     from layerwise.models.logits import record_logits
+    from layerwise.models.quantizing import quantize
     from layerwise.optim.optimizer import Optimizer
     from layerwise.parallel.data_parallel import DataParallel
 
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "init",
     "load",
+    "quantize",
     "record_logits",
     "save",
 ]
@@ -60,6 +62,7 @@ _LAZY = {
     "TrainState": "layerwise.checkpoint.torch_planners",
     "init": "layerwise.comm.joining",
     "load": "layerwise.checkpoint.loading",
+    "quantize": "layerwise.models.quantizing",
     "record_logits": "layerwise.models.logits",
     "save": "layerwise.checkpoint.saving",
 }

@@ -97,6 +97,7 @@ def test_the_public_names_are_pinned() -> None:
         "__version__",
         "init",
         "load",
+        "quantize",
         "record_logits",
         "save",
     ]

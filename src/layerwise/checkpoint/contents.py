@@ -129,8 +129,9 @@ class Contents:
     def weights(self) -> Iterator[Part]:
         """What forward reads, as far as this rank owns it."""
         for shard in self.engine.storage.shards:
+            rounded = shard.rounded()
             for fqn in shard.plan.fqns:
-                yield from self._of_shard(f"{MODEL}.{self.name_of(fqn)}", fqn, shard, shard.weight)
+                yield from self._of_shard(f"{MODEL}.{self.name_of(fqn)}", fqn, shard, rounded)
 
     def masters(self) -> Iterator[tuple[str, Part]]:
         """The truth, as far as this rank owns it, each with the name of its param."""

@@ -269,14 +269,15 @@ def check_published(engine: Engine) -> None:
         """What forward reads, each when it has arrived: others arrive while it is summed up."""
         for replica in storage.replicas:
             publisher.ensure(replica)
-            yield f"{replica.plan.domain} {replica.plan.label}", replica.weights
+            for tensor in replica.held:
+                yield f"{replica.plan.domain} {replica.plan.label}", tensor.reshape(-1)
         for shard in () if storage.replicas else storage.shards:
-            yield f"{shard.plan.label} {shard.spans}", shard.weight
+            yield f"{shard.plan.label} {shard.spans}", shard.rounded()
 
     def mine() -> dict[str, object]:
         found = [(label, _sum(weights) if engine.groups.world > 1 else None) for label, weights in held()]
         for shard in storage.shards:
-            if shard.is_apart and not _rounds_to(shard.master, shard.weight):
+            if shard.weight is not None and shard.is_apart and not _rounds_to(shard.master, shard.weight):
                 raise CheckpointError(
                     f"{shard.plan.label} has weights that its masters do not round to, after loading."
                 )

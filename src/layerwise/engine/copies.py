@@ -37,11 +37,12 @@ def check_copies(storage: Storage, communicators: Mapping[str, Communicator], gr
 def _in_replicas(storage: Storage, domain: str, communicator: Communicator) -> str:
     """The first param of the domain's replicas that is not the same on every rank, in words."""
     replicas = [replica for replica in storage.replicas if replica.plan.domain == domain]
-    differs = _first_difference([replica.weights for replica in replicas], communicator)
+    held = [(replica.plan, tensor) for replica in replicas for tensor in replica.held]
+    differs = _first_difference([tensor for _, tensor in held], communicator)
     if differs is None:
         return ""
     number, rank = differs
-    plan = replicas[number].plan
+    plan = held[number][0]
     params = [storage.params[placement.fqn].detach().view(-1) for placement in plan.placements]
     which = _first_difference(params, communicator)
     name = plan.placements[which[0] if which else 0].fqn
@@ -73,7 +74,7 @@ def _in_shards(storage: Storage, domain: str, communicator: Communicator) -> str
     numbers = torch.zeros(total, 3, dtype=torch.int64, device=storage.device)
     for shard, slot in zip(shards, first_slot, strict=True):
         for number, span in enumerate(shard.spans):
-            numbers[slot + number, :2] = hash_bits(shard.weight[span.part])
+            numbers[slot + number, :2] = hash_bits(shard.rounded()[span.part])
             norm = torch.linalg.vector_norm(shard.update[span.part], dtype=torch.float64)
             numbers[slot + number, 2] = norm.view(torch.int64)
     rows = communicator.gather_numbers(numbers.flatten(), label="copies").cpu().view(communicator.world, total, 3)

@@ -216,6 +216,7 @@ class Engine:
                 self._ties,
                 overlap=overlap,
                 before=self.publisher.launch_all,
+                ensure=self.publisher.ensure,
                 count=self.count,
             )
             for fqn, param in self.storage.params.items():
@@ -340,12 +341,13 @@ class Engine:
         """Make every rank start from the weights and buffers of its domain's first rank, as DistributedDataParallel
         does, and copies of a tied weight from its first stage."""
         for replica in self.storage.replicas:
-            self.communicators[replica.plan.domain].broadcast(replica.weights, label=replica.plan.label)
+            self.communicators[replica.plan.domain].broadcast(replica.landing, label=replica.plan.label)
         # By name: copies of different ties may lie in another order on another stage.
         for replica in sorted(self.storage.replicas, key=lambda replica: replica.plan.tie):
             if replica.plan.tie:
-                self._ties[replica.plan.tie].broadcast(replica.weights, label=f"tie {replica.plan.tie!r}")
-            replica.shard.take_weight()
+                self._ties[replica.plan.tie].broadcast(replica.landing, label=f"tie {replica.plan.tie!r}")
+            replica.shard.begin_from(replica.landing[replica.plan.shard_part(self.storage.ranks[replica.plan.domain])])
+            replica.settle()
         for name, tensor in self._constants().items():
             if tensor.numel():
                 whole = tensor.detach().contiguous()
@@ -388,6 +390,4 @@ class Engine:
     def pull_from_replicas(self) -> None:
         """Take the weights that forward reads as the truth, after the user changed them."""
         self.publisher.ensure_all()
-        for shard in self.storage.shards:
-            for span in shard.spans:
-                shard.pull(span.part)
+        self.storage.pull_all()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -71,6 +71,7 @@ class Publisher:
         self._process = os.getpid()
         self._guards = [self._guard(replica) for replica in storage.replicas] if overlap else []
         self._flights: dict[int, Handle] = {}
+        self._stream: torch.cuda.Stream | None = None
         # Whoever reads a weight may be a thread of the user's own, while another one waits for the same gather.
         self._lock = threading.RLock()
         self._launched = len(storage.replicas)
@@ -136,13 +137,32 @@ class Publisher:
     def _launch_to(self, position: int) -> None:
         while self._launched <= position:
             replica = self._storage.replicas[self.order.sequence[self._launched]]
-            with scope(f"launch gather of {replica.plan.label}"):
+            self._make_room(replica)
+            with self._beside(replica), scope(f"launch gather of {replica.plan.label}"):
                 message = replica.message()
                 op = self._ops[replica.plan.index]
                 if op is not None:
                     self._flights[replica.plan.index] = self._start(replica, message, op)
                 replica.launch()
             self._launched += 1
+
+    def _make_room(self, replica: Replica) -> None:
+        """Land gathers that have staging memory which this one needs, the oldest first: all ranks have launched it."""
+        while not replica.has_room:
+            launched = (self._storage.replicas[index] for index in self.order.sequence[: self._launched])
+            oldest = next(other for other in launched if other.has_slot)
+            with self._beside(oldest):
+                self._land(oldest)
+
+    def _beside(self, replica: Replica) -> AbstractContextManager[object]:
+        """On CUDA, a stream of its own for gathers that share slots: they wait for each other there, and nobody else does."""
+        device = self._storage.device
+        if device.type != "cuda" or not (replica.needs_slot or replica.has_slot):
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._stream)
 
     def _land(self, replica: Replica) -> None:
         flight = self._flights.get(replica.plan.index)

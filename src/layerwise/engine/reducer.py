@@ -10,17 +10,16 @@ ends with each `no_sync()` block, and the last one in `finish()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from layerwise.comm.collectives import Communicator
-from layerwise.comm.handles import Handle
 from layerwise.comm.scopes import scope
 from layerwise.engine.arrivals import Expected
 from layerwise.engine.gradients import Said
+from layerwise.engine.progress import BucketPhase, Flight, Progress
 from layerwise.engine.reductions import predivisor, reduction_of
 from layerwise.errors import StateError, listed
 from layerwise.layout.schedule import tie_op
@@ -37,35 +36,6 @@ class StepCount:
     steps: int = 0
 
 
-class BucketPhase(Enum):
-    """Where a bucket's gradient is on its way."""
-
-    FILLING = "filling"  # backward may still write here
-    REDUCING = "reducing"  # the collective is in flight: memory is not ours
-    REDUCED = "reduced"  # the shard holds the sum over ranks
-
-
-@dataclass
-class _Flight:
-    """A bucket's gradient of one round on its way."""
-
-    handle: Handle
-    full: Tensor
-    out: Tensor
-
-
-@dataclass
-class _Progress:
-    """How far one bucket has come since the last step."""
-
-    phase: BucketPhase = BucketPhase.FILLING
-    pending: int = 0
-    """Params that are expected, and whose last gradient of this backward has not come."""
-    flights: list[_Flight] = field(default_factory=list)
-    has_landed: bool = False
-    """The shard holds the sum of a round already: the next one is added."""
-
-
 class GradReducer:
     """Accumulates gradients into buckets and reduces the buckets."""
 
@@ -80,12 +50,15 @@ class GradReducer:
         *,
         overlap: bool,
         before: Callable[[], None] = lambda: None,
+        ensure: Callable[[Replica], None] = lambda _: None,
         count: StepCount | None = None,
     ) -> None:
         self._storage = storage
         self._overlap = overlap
         # What every rank must have launched before its first reduction.
         self._before = before
+        # What has a bucket's gradient memory back from a gather.
+        self._ensure = ensure
         # Steps taken so far: what stochastic rounding goes by, so that a run can be resumed.
         self._count = StepCount() if count is None else count
         self._predivisor = predivisor(storage.plan.grad_dtype, storage.plan.world)
@@ -101,7 +74,7 @@ class GradReducer:
         self._arrivals: dict[str, int] = {}
         # Until one backward was seen nothing is launched early, unless full gradients must not pile up.
         self._expected = Expected(self._bucket_of, len(storage.replicas))
-        self._progress = [_Progress() for _ in storage.replicas]
+        self._progress = [Progress() for _ in storage.replicas]
         # What came late: the params, and by bucket one spare gradient that all of it is added into.
         self._late: set[str] = set()
         self._spares: dict[int, Tensor] = {}
@@ -152,9 +125,7 @@ class GradReducer:
         return torch.zeros(replica.plan.numel, dtype=self._reductions[index].dtype, device=replica.shard.update.device)
 
     def _accumulate(self, fqn: str, grad: Tensor) -> None:
-        replica = self._storage.replicas[self._bucket_of[fqn]]
-        if replica.grad is None:
-            self._lease(replica)
+        self._take_memory(self._storage.replicas[self._bucket_of[fqn]])
         view = self._storage.grad_view(fqn)
         if fqn in self._written:
             view.add_(grad)
@@ -215,24 +186,27 @@ class GradReducer:
             self._launch(self._storage.replicas[index], self._progress[index])
         self._next += 1
 
-    def _launch(self, replica: Replica, progress: _Progress) -> None:
+    def _launch(self, replica: Replica, progress: Progress) -> None:
         if progress.phase is not BucketPhase.FILLING or not (self._is_last_round or replica.ring is not None):
             return
-        if replica.grad is None:
-            self._lease(replica)
-        full = replica.grad
-        if full is None:
-            raise RuntimeError(f"{replica.plan.label} has no gradient memory after a lease.")
+        full = self._take_memory(replica)
         for placement in replica.plan.placements:
             if placement.fqn not in self._written:
                 self._storage.grad_view(placement.fqn).zero_()
         out = torch.empty_like(replica.grad_shard) if progress.has_landed or progress.flights else replica.grad_shard
         with scope(f"launch reduction of {replica.plan.label}"):
             handle = self._reductions[replica.plan.index].start(full, out, (self._count.steps, self._num_rounds))
-        progress.flights.append(_Flight(handle, full, out))
+        progress.flights.append(Flight(handle, full, out))
         progress.phase = BucketPhase.REDUCING
 
-    def _lease(self, replica: Replica) -> None:
+    def _take_memory(self, replica: Replica) -> Tensor:
+        """A bucket's gradient memory is backward's from now on, whoever has it."""
+        if replica.is_lent:
+            self._ensure(replica)
+        replica.holds_gradient = True
+        return self._lease(replica) if replica.grad is None else replica.grad
+
+    def _lease(self, replica: Replica) -> Tensor:
         """Memory for the full gradient of a bucket: that of a reduction which is over, or else one slot more for a while.
         Nothing is waited for here. A peer may reduce a bucket only in its step(), and the user may have collectives of
         their own before that."""
@@ -243,8 +217,9 @@ class GradReducer:
             if other.ring is ring and all(flight.handle.is_ready for flight in progress.flights):
                 self._land(other, progress)
         replica.grad = ring.lease(replica.plan.numel)
+        return replica.grad
 
-    def _land(self, replica: Replica, progress: _Progress) -> None:
+    def _land(self, replica: Replica, progress: Progress) -> None:
         """Wait for a bucket's reductions and take the sums."""
         for flight in progress.flights:
             flight.handle.wait()
@@ -351,6 +326,7 @@ class GradReducer:
             if replica.ring is not None and replica.grad is not None:
                 replica.ring.release(replica.grad)
                 replica.grad = None
+            replica.holds_gradient = False
             progress.phase = BucketPhase.FILLING
             progress.pending = self._expected.params_by_bucket[replica.plan.index]
             progress.has_landed = False

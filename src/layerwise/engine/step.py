@@ -98,7 +98,8 @@ class Stepper:
                     self.update.orthogonalise(live.options, engine.count.steps)
                     if self._clipper is not None:
                         clipped = self._clipper.apply()
-                    # 7. Publish.
+                    # 7. Publish. Gradients are used up: what they lie in may serve it.
+                    engine.gradients.forget()
                     engine.publisher.begin()
             self._record(totals, coefficients, skip_reason, clipped, live)
         finally:

@@ -12,7 +12,7 @@ _CHUNK = 1 << 20
 
 def hash_bits(flat: Tensor) -> Tensor:
     """Two int64 numbers: the sum of all elements' bits, and the same with weights, so that order counts."""
-    bits = flat.view(_INTEGERS[flat.element_size()])
+    bits = flat.reshape(-1).view(_INTEGERS[flat.element_size()])
     total = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for number, chunk in enumerate(torch.split(bits, _CHUNK)):
         wide = chunk.to(torch.int64)

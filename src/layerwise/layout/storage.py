@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -51,6 +51,15 @@ GRAD_SLOTS = 2
 """Full-size gradients that are kept per buffer where gradients are released once reduced: one fills while the one
 before is on its way."""
 
+STAGING_SLOTS = 2
+"""Buckets whose gathers have staging memory of their own at once, where params are kept as codes and full gradients are
+released: one is on its way while codes are made of the one before."""
+
+ParamGather = Literal["quantized", "bf16"]
+PARAM_GATHERS: tuple[ParamGather, ...] = ("quantized", "bf16")
+"""What is kept of quantised params. quantized: codes, made of what every gather brings. bf16: what it brings, of which codes
+are made whenever they are used."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class BufferKey:
@@ -79,6 +88,13 @@ class Placement:
     fqn: str
     offset: int
     numel: int
+    recipe: str = ""
+    """How it is kept, where that is not in its own dtype. Never a reason for another buffer: borders of shards, and with
+    them sums, are the same for every recipe."""
+
+    @property
+    def part(self) -> slice:
+        return slice(self.offset, self.offset + self.numel)
 
 
 ReduceKind = Literal["reduce_scatter", "all_reduce", "ordered", "ordered_bf16", "none"]
@@ -122,6 +138,11 @@ class BucketPlan:
     @property
     def fqns(self) -> tuple[str, ...]:
         return tuple(placement.fqn for placement in self.placements)
+
+    @cached_property
+    def is_staged(self) -> bool:
+        """Whether gathers land in staging memory, because some of its params are kept otherwise than they are sent."""
+        return any(placement.recipe for placement in self.placements)
 
     @cached_property
     def _placement_of(self) -> dict[str, Placement]:
@@ -192,7 +213,10 @@ class BucketPlan:
             "tie": self.tie,
             "reducer": self.reducer,
             "publisher": self.publisher,
-            "params": [[placement.fqn, placement.offset, placement.numel] for placement in self.placements],
+            "params": [
+                [placement.fqn, placement.offset, placement.numel, *([placement.recipe] if placement.recipe else [])]
+                for placement in self.placements
+            ],
         }
 
     def offset_of(self, fqn: str) -> int:
@@ -355,6 +379,7 @@ def plan_storage(
     bucket_numel: int | None,
     reducer: Reducer | Literal["none"] = "collective",
     param_sync: ParamSync = "gather",
+    param_gather: ParamGather = "quantized",
     cost: NewtonSchulz = DEFAULT_COST,
 ) -> tuple[BufferPlan, ...]:
     """Buffers and buckets of all trainable params. `layout` is for all buffers of matrices, or one for each buffer."""
@@ -383,7 +408,8 @@ def plan_storage(
                 cuts[key] = _cut_by_owner(params, size, world, owner_of)
             case "packed":
                 cuts[key] = _cut_packed(params, size, world, routes, key.facts.packing, cost)
-    return _number_buckets(cuts, table, reducer, param_sync)
+    recipes = {param.fqn: param.recipe for param in table if param.recipe and param_gather == "quantized"}
+    return _number_buckets(cuts, table, reducer, param_sync, recipes)
 
 
 def _for_all(groups: Iterable[BufferGroup], layout: Layout) -> dict[BufferGroup, Layout]:
@@ -401,6 +427,7 @@ def _number_buckets(
     table: ParamTable,
     reducer: Reducer | Literal["none"],
     param_sync: ParamSync,
+    recipes: Mapping[str, str],
 ) -> tuple[BufferPlan, ...]:
     """Number all buckets by when their last gradient is due: the one order in which every rank reduces them."""
     position = {param.fqn: position for position, param in enumerate(reversed(table.params))}
@@ -425,10 +452,16 @@ def _number_buckets(
                     work=key.facts.work,
                     reducer=key.facts.reduces if reducer == "collective" else reducer,
                     publisher=_publisher_of(key.facts, param_sync),
-                    placements=cut.placements,
+                    placements=_with_recipes(cut.placements, recipes),
                     tie=tie_of.get(cut.placements[0].fqn, ""),
                 )
             )
             offset += cut.shards.numel
         plans.append(BufferPlan(index=buffer, key=key, buckets=tuple(buckets), numel=offset))
     return tuple(plans)
+
+
+def _with_recipes(placements: tuple[Placement, ...], recipes: Mapping[str, str]) -> tuple[Placement, ...]:
+    if not recipes:
+        return placements
+    return tuple(replace(placement, recipe=recipes.get(placement.fqn, "")) for placement in placements)

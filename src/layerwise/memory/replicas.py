@@ -3,6 +3,7 @@ backward fills; of both, this rank's shard is a part."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,11 +40,39 @@ class Replica:
     launched_version: int = 0
     version: int = 0
     written: Written | None = None  # on CUDA: what readers on other streams must wait for
+    holds_gradient: bool = False  # whether `grad` is backward's now
 
     @property
     def landing(self) -> Tensor:
         """Where a gather leaves every rank's message, in order of rank."""
         return self.weights
+
+    @property
+    def held(self) -> Sequence[Tensor]:
+        """What this rank has of what forward reads."""
+        return (self.weights,)
+
+    # Where a gather lands elsewhere than where forward reads, it needs staging memory.
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a gather has the gradient's memory now."""
+        return False
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether a gather would need a slot of the staging ring."""
+        return False
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether a gather has one."""
+        return False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a gather can be launched, or others have to land first."""
+        return True
 
     @property
     def state(self) -> ReplicaState:
@@ -60,7 +89,7 @@ class Replica:
         """What this rank sends of a bucket that is to be gathered: its part of `landing`, written there."""
         self._expect(ReplicaState.STALE, ReplicaState.IN_FLIGHT)
         self.shard.round_master()
-        return self.shard.weight
+        return self.shard.rounded()
 
     def launch(self) -> None:
         """The gather was started: stale becomes in flight."""
@@ -72,8 +101,12 @@ class Replica:
         """Every rank's message has arrived in `landing`: in flight becomes fresh."""
         self._expect(ReplicaState.IN_FLIGHT, ReplicaState.FRESH)
         self.wait_written()  # whoever launched it may have done so on another stream
+        self.settle()
         self._note_written()  # before it counts as fresh: another thread may look at any time
         self.version = self.shard.version
+
+    def settle(self) -> None:
+        """Have forward read what lies in `landing`: it does."""
 
     def wait_written(self) -> None:
         """Have the current CUDA stream read behind the one on which this was launched or landed."""
@@ -81,8 +114,8 @@ class Replica:
             self.written.wait()
 
     def _note_written(self) -> None:
-        if self.weights.is_cuda:
-            self.written = Written(self.weights.device)
+        if self.shard.master.is_cuda:
+            self.written = Written(self.shard.master.device)
 
     def _expect(self, state: ReplicaState, becoming: ReplicaState) -> None:
         if self.state is not state:

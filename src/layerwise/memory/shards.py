@@ -19,9 +19,10 @@ class Shard:
 
     plan: ShardPlan
     spans: tuple[Span, ...]
-    weight: Tensor  # 1D, param dtype: these elements as the model reads them
+    weight: Tensor | None  # 1D, param dtype: these elements as the model reads them; None where it reads codes of them
     master: Tensor  # 1D, fp32: the truth; is `weight` for fp32 params
     update: Tensor  # 1D, fp32: averaged gradient, then update; whoever brings gradients says where it lies
+    dtype: torch.dtype  # of the params: what a master is rounded to
     state: dict[str, Tensor] = field(default_factory=dict)  # 1D, fp32 each: momentum, exp_avg ...
     version: int = 0  # the step that the master is at
 
@@ -40,19 +41,23 @@ class Shard:
 
     def round_master(self) -> None:
         """Write the params' own dtype of the master to where the model reads it."""
-        if self.is_apart:
+        if self.weight is not None and self.is_apart:
             self.weight.copy_(self.master)
 
-    def take_weight(self) -> None:
-        """Take what the model reads as the truth, before there was any step."""
-        if self.is_apart:
-            self.master.copy_(self.weight)
+    def rounded(self) -> Tensor:
+        """The master in the params' own dtype; where the model reads that, the same memory."""
+        return self.master.to(self.dtype) if self.weight is None else self.weight
 
-    def pull(self, part: slice) -> None:
+    def begin_from(self, values: Tensor) -> None:
+        """Take these as the truth, before there was any step."""
+        if self.master.data_ptr() != values.data_ptr():
+            self.master.copy_(values)
+
+    def pull(self, part: slice, seen: Tensor) -> None:
         """Take over what was written into a part of the weight. Where that is what the master rounds to, the master knows
         better: weights and masters may both have been loaded, in either order."""
         if self.is_apart:
-            master, seen = self.master[part], self.weight[part]
+            master = self.master[part]
             master.copy_(torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype)))
 
 

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from layerwise.errors import StateError, listed
+from layerwise.kernels.quantized import stored_of
 from layerwise.layout.plan import Plan
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, place_slots, usable
+from layerwise.layout.spans import Span
 from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.memory.places import Places
 from layerwise.memory.replicas import GradRing, Replica
 from layerwise.memory.shards import Shard
 from layerwise.memory.slots import Slots
+from layerwise.memory.staged import KeptCodes, KeptPlain, StagedReplica, StagingRing
 from layerwise.models.table import torch_dtype
 
 _CPU = torch.device("cpu")
@@ -58,6 +61,10 @@ def _of_its_own(part: Tensor) -> Tensor:
 def _move_to(param: nn.Parameter, place: Tensor) -> None:
     """Have a param lie in its place of a buffer, with the values that it has."""
     view = _of_its_own(place).view(param.shape)
+    stored = stored_of(param)
+    if stored is not None:
+        stored.keep_in(view)
+        return
     view.copy_(param.data)
     param.data = view
 
@@ -111,14 +118,21 @@ class Storage:
 
     def _replicas(self) -> tuple[Replica, ...]:
         found: dict[int, Replica] = {}
+        longest = max((bucket.numel for bucket in self.plan.buckets if bucket.is_staged), default=0)
+        slots = StagingRing(longest, self.device)
         for buffer in self.plan.buffers:
-            weights = torch.zeros(buffer.numel, dtype=torch_dtype(buffer.key.dtype), device=self.device)
+            dtype = torch_dtype(buffer.key.dtype)
+            kept = sum(bucket.numel for bucket in buffer.buckets if not bucket.is_staged)
+            rest = torch.zeros(kept, dtype=dtype, device=self.device)
             grad, ring = self._gradients(buffer)
             self._full_grads.append(grad)
             for bucket in buffer.buckets:
-                part = slice(bucket.offset, bucket.offset + bucket.numel)
-                found[bucket.index] = self._replica(bucket, weights[part], None if grad is None else grad[part], ring)
-                self._adopt(found[bucket.index])
+                full = None if grad is None else grad[bucket.offset : bucket.offset + bucket.numel]
+                if bucket.is_staged:
+                    found[bucket.index] = self._staged_replica(bucket, dtype, full, ring, slots)
+                else:
+                    weights, rest = rest[: bucket.numel], rest[bucket.numel :]
+                    found[bucket.index] = self._replica(bucket, weights, full, ring)
         return tuple(found[index] for index in sorted(found))
 
     def _gradients(self, buffer: BufferPlan) -> tuple[Tensor | None, GradRing | None]:
@@ -129,30 +143,65 @@ class Storage:
             return None, GradRing(max(bucket.numel for bucket in buffer.buckets), dtype, self.device)
         return torch.zeros(buffer.numel, dtype=dtype, device=self.device), None
 
-    def _replica(self, plan: BucketPlan, weights: Tensor, grad: Tensor | None, ring: GradRing | None) -> Replica:
+    def _reduced(self, plan: BucketPlan, grad: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Where this rank's shard of a bucket's reduced gradient lies, and where it is worked on."""
         rank = self.ranks[plan.domain]
-        part, numel = plan.shard_part(rank), plan.shard_numel(rank)
+        numel = plan.shard_numel(rank)
         # An ordered sum is taken in fp32 and stays that.
         dtype = torch.float32 if plan.reducer.startswith("ordered") else torch_dtype(self.plan.grad_dtype)
         if grad is not None and grad.dtype == dtype:
-            grad_shard = grad[part]
+            grad_shard = grad[plan.shard_part(rank)]
         else:
             grad_shard = torch.zeros(numel, dtype=dtype, device=self.device)
         update = grad_shard if dtype == torch.float32 else torch.zeros(numel, dtype=torch.float32, device=self.device)
-        weight = weights[part]
-        shard = Shard(plan, plan.spans(rank), weight, _master_of(weight), update)
-        return Replica(plan, shard, weights, grad, grad_shard, ring)
+        return grad_shard, update
 
     @torch.no_grad()
-    def _adopt(self, replica: Replica) -> None:
+    def _replica(self, plan: BucketPlan, weights: Tensor, grad: Tensor | None, ring: GradRing | None) -> Replica:
+        rank = self.ranks[plan.domain]
+        grad_shard, update = self._reduced(plan, grad)
+        weight = weights[plan.shard_part(rank)]
+        shard = Shard(plan, plan.spans(rank), weight, _master_of(weight), update, weight.dtype)
+        replica = Replica(plan, shard, weights, grad, grad_shard, ring)
+        self._place_grads(replica)
+        for placement in plan.placements:
+            _move_to(self.params[placement.fqn], weights[placement.part])
+        shard.begin_from(weight)
+        return replica
+
+    @torch.no_grad()
+    def _staged_replica(
+        self, plan: BucketPlan, dtype: torch.dtype, grad: Tensor | None, ring: GradRing | None, slots: StagingRing
+    ) -> StagedReplica:
+        rank = self.ranks[plan.domain]
+        grad_shard, update = self._reduced(plan, grad)
+        staged = torch.zeros(plan.numel, dtype=dtype, device=self.device)
+        master = torch.zeros(plan.shard_numel(rank), dtype=torch.float32, device=self.device)
+        shard = Shard(plan, plan.spans(rank), None, master, update, dtype)
+        kept: list[KeptPlain | KeptCodes] = []
+        for placement in plan.placements:
+            param, place = self.params[placement.fqn], staged[placement.part]
+            stored = stored_of(param)
+            if placement.recipe and stored is not None:
+                place.copy_(stored.take_given(placement.fqn).view(-1))
+                kept.append(KeptCodes(placement.part, stored))
+            else:
+                place.copy_(param.detach().reshape(-1))
+                param.data = param.data.clone(memory_format=torch.contiguous_format)
+                kept.append(KeptPlain(placement.part, param.data))
+        nothing = torch.empty(0, dtype=dtype, device=self.device)
+        replica = StagedReplica(plan, shard, nothing, grad, grad_shard, ring, rank=rank, kept=tuple(kept), slots=slots)
+        self._place_grads(replica)
+        replica.begin_with(staged)
+        shard.begin_from(staged[plan.shard_part(rank)])
+        return replica
+
+    def _place_grads(self, replica: Replica) -> None:
         for placement in replica.plan.placements:
-            param = self.params[placement.fqn]
-            part = slice(placement.offset, placement.offset + placement.numel)
-            _move_to(param, replica.weights[part])
-            self._grad_parts[placement.fqn] = replica, part, param.shape
+            shape = self.params[placement.fqn].shape
+            self._grad_parts[placement.fqn] = replica, placement.part, shape
             if replica.grad is not None:
-                self._grad_views[placement.fqn] = replica.grad[part].view(param.shape)
-        replica.shard.take_weight()
+                self._grad_views[placement.fqn] = replica.grad[placement.part].view(shape)
 
     @torch.no_grad()
     def _own_shard(self, plan: ShardPlan) -> Shard:
@@ -163,8 +212,8 @@ class Storage:
             held.data = held.data.contiguous()
         weight = held.data.view(-1)
         nothing = torch.empty(0, dtype=torch.float32, device=self.device)
-        shard = Shard(plan, plan.spans(self.ranks[plan.domain]), weight, _master_of(weight), nothing)
-        shard.take_weight()
+        shard = Shard(plan, plan.spans(self.ranks[plan.domain]), weight, _master_of(weight), nothing, weight.dtype)
+        shard.begin_from(weight)
         return shard
 
     def grad_view(self, fqn: str) -> Tensor:
@@ -220,7 +269,11 @@ class Storage:
     def release(self) -> None:
         """Give params memory of their own, with the values that they have."""
         for param in self.params.values() if self.replicas else ():
-            param.data = param.data.clone()
+            stored = stored_of(param)
+            if stored is not None:
+                stored.release()
+            else:
+                param.data = param.data.clone()
 
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
@@ -255,8 +308,26 @@ class Storage:
         for shard in self.shards if changed else ():
             for span in shard.spans:
                 if span.fqn in changed:
-                    shard.pull(span.part)
+                    self._pull(shard, span)
         return changed
+
+    @torch.no_grad()
+    def pull_all(self) -> None:
+        """Take what forward reads as the truth, as far as somebody wrote it."""
+        for shard in self.shards:
+            for span in shard.spans:
+                self._pull(shard, span)
+
+    def _pull(self, shard: Shard, span: Span) -> None:
+        if shard.weight is not None:
+            shard.pull(span.part, shard.weight[span.part])
+            return
+        # What codes stand for is no truth; what they were made of is.
+        param = self.params[span.fqn]
+        stored = stored_of(param)
+        seen = param.detach() if stored is None else stored.given
+        if seen is not None:
+            shard.pull(span.part, seen.reshape(-1)[span.start : span.stop])
 
     def nbytes(self) -> int:
         """Bytes this rank holds, aliases counted once."""
@@ -268,8 +339,9 @@ class Storage:
 
     def _tensors(self) -> Iterator[Tensor]:
         for shard in self.shards:
-            yield from (shard.weight, shard.update, shard.master, *shard.state.values())
+            yield from (shard.update, shard.master, *shard.state.values())
+            yield from () if shard.weight is None else (shard.weight,)
         for replica in self.replicas:
-            yield from (replica.weights, replica.grad_shard)
+            yield from (*replica.held, replica.grad_shard)
             yield from () if replica.grad is None else (replica.grad,)
             yield from () if replica.ring is None else replica.ring.tensors

@@ -18,6 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from layerwise.dtypes import DType
+from layerwise.kernels.quantized import recipe_of
 from layerwise.models import names
 from layerwise.models.known import is_transposed_linear, known_splits
 from layerwise.models.names import joined, unwrapped
@@ -553,6 +554,7 @@ def _chunk_specs(
                 split_is_known=not any(name in splits.declared for name in called),
                 misfit=splits.misfits.get(place.fqn, ""),
                 domain=next((domains[name] for name in (fqn, *aliases) if name in domains), DENSE),
+                recipe=recipe_of(param),
             ),
         )
 

@@ -30,7 +30,7 @@ from layerwise.errors import StateError
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import Staging
-from layerwise.layout.storage import ParamSync, Reducer
+from layerwise.layout.storage import ParamGather, ParamSync, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
 from layerwise.models.forward.evidence import evidence_for
@@ -77,6 +77,9 @@ class DataParallel(nn.Module):
             so that bits do not depend on the layout, "ordered_bf16" likewise with bf16 on the wire, rounded
             stochastically.
         param_sync: "gather", or "broadcast", which sends every piece on its own: slow, to compare with.
+        param_gather: what is kept of params that `layerwise.quantize()` has made codes of. "quantized": codes alone; a gather
+            brings bf16 to idle gradient memory, and every rank makes codes of it. "bf16": what the gather brings, and codes
+            are made whenever they are used; the same bits, to compare with.
         shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
         staging: where the exchange of matrices has its staging memory: "slots" of its own, or "gradients", which leases
             gradient memory that is idle in `step()`.
@@ -112,6 +115,7 @@ class DataParallel(nn.Module):
         ties: Mapping[str, str] | None = None,
         reducer: Reducer = "collective",
         param_sync: ParamSync = "gather",
+        param_gather: ParamGather = "quantized",
         shard_grads: bool = False,
         staging: Staging = "slots",
         overlap_grad_reduce: bool = True,
@@ -146,6 +150,7 @@ class DataParallel(nn.Module):
                 bucket_numel=bucket_numel_of(bucket_mib, dtype),
                 reducer=reducer,
                 param_sync=param_sync,
+                param_gather=param_gather,
                 shard_grads=shard_grads,
                 staging=staging,
             )

@@ -73,6 +73,8 @@ class ParamSpec:
     then not depend on its neighbours."""
     chunk: int = 0
     """Which of the rank's modules it belongs to: interleaved pipelines have several."""
+    recipe: str = ""
+    """How its values were quantised, where they are."""
 
     @property
     def numel(self) -> int:

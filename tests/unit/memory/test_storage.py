@@ -232,7 +232,7 @@ def test_rounding_and_taking_weights_are_each_others_inverse_where_they_are_apar
         assert torch.equal(shard.weight, moved.to(dtype))
         assert torch.equal(shard.master, moved)
         shard.weight.copy_(before)
-        shard.take_weight()
+        shard.begin_from(shard.weight)
         assert torch.equal(shard.master, before.float())
 
 

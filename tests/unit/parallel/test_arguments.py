@@ -35,6 +35,7 @@ ASKED: dict[str, Any] = {
     "strict": True,
     "reducer": "ordered_bf16",
     "param_sync": "broadcast",
+    "param_gather": "bf16",
     "shard_grads": True,
     "staging": "slots",
     "bucket_mib": 0.5,
@@ -53,6 +54,7 @@ def test_what_a_user_asks_for_arrives_in_the_plan() -> None:
         bucket_numel=131072,
         reducer="ordered_bf16",
         param_sync="broadcast",
+        param_gather="bf16",
         staging="gradients",
     )
     other = {"reducer": "collective", "grad_dtype": torch.bfloat16}

@@ -6,6 +6,7 @@ import io
 import os
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from unittest import mock
@@ -182,6 +183,44 @@ def test_tensors_in_more_files_than_may_be_open_are_read(tmp_path: Path) -> None
             assert len(os.listdir("/proc/self/fd")) <= before + 2
         assert len(os.listdir("/proc/self/fd")) == before
     assert all(torch.equal(into[key], tensor) for key, tensor in tensors.items())
+
+
+def most_held(act: Callable[[], object]) -> int:
+    """The most memory that this process has had in the meantime, beyond what it had."""
+
+    def most() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+    before = most()
+    act()
+    return most() - before
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, which counts memory")
+def test_what_is_copied_on_the_way_takes_bounded_memory(tmp_path: Path) -> None:
+    """Bytes that go to where they are wanted take none; those of another dtype pass through a few parts' worth."""
+    parts, numel = 40, 1 << 20
+    file = DataFile(tmp_path / "__0_0.distcp")
+    tensor = torch.arange(numel, dtype=torch.float32)
+    chunks = []
+    for number in range(parts):
+        chunks.append(Chunk(Box((number, 0), (number + 1, numel)), "__0_0.distcp", *file.add(tensor[None] + number)))
+    manifest = Manifest({"one": Entry((parts, numel), "float32", tuple(chunks))}, {"__0_0.distcp": file.close()})
+    box = whole_box((parts, numel))
+    alike, other = torch.ones(parts, numel), torch.ones(parts, numel, dtype=torch.bfloat16)
+    with Reader(tmp_path, manifest) as reader:
+        reader.read("one", box, alike)  # threads have memory of their own
+        alike.zero_()
+        assert most_held(lambda: reader.read("one", box, alike)) < 4 << 20
+        assert (
+            most_held(lambda: reader.read("one", box, other)) < (layerwise.checkpoint.files._AHEAD + 4) * tensor.nbytes
+        )
+    assert all(torch.equal(alike[number], tensor + number) for number in range(parts))
+    assert all(torch.equal(other[number], (tensor + number).bfloat16()) for number in range(parts))
+    checked = most_held(lambda: damages_of(tmp_path, manifest.files, pieces_of(manifest.files)))
+    assert checked < 8 << 20
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ CROSSES = (
     "hf/test_trace.py",
 )
 """Files whose slow tests are crosses of meshes or models with everything else: hundreds of cases of a few seconds."""
-KEPT = 8
+KEPT = 12
 """Of these, `make test-all` runs one in so many, always the same ones; `make exhaustive` runs the others."""
 
-BROAD = 3
-"""Of the cases of a test that is marked as broad, `make test` runs one in so many: the first, and then every third."""
+BROAD = 4
+"""Of the cases of a test that is marked as broad, `make test` runs one in so many: the first, and then every fourth."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -303,6 +303,7 @@ def column(found: dict[str, Any], layout: str = "flat") -> dict[str, Any]:
     return next(entry for entry in found["layouts"] if entry["layout"] == layout)
 
 
+@pytest.mark.slow
 def test_every_preset_can_be_planned(capsys: Captured) -> None:
     for name in PRESETS:
         found = as_json(capsys, "--model", name, "--world", "16", "--layout", "flat")

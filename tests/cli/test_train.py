@@ -128,6 +128,7 @@ def test_a_signal_ends_the_run_with_a_report(tmp_path: Path, text: str) -> None:
     assert kinds_in(metrics)[-1] == "end"
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_an_environment_problem(tmp_path: Path, text: str) -> None:
     done = layerwise("train", *SMALL, "--data.path", text, "--train.device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 3

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from layerwise.checkpoint.files import Reader, Wanted
 from tests.crossings import KINDS, RULES, Crossing, Cut, Ranks, Sabotage, load_all, load_weights, save_all
+from tests.marks import sampled
 from tests.ranks import run_ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -86,7 +87,7 @@ def cross(folder: Path, chosen: list[Crossing], sabotage: Sabotage | None = None
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sampled(WORLDS, 2))
 def test_what_any_kind_has_saved_another_loads_to_the_bit(folder: Path, world: int) -> None:
     found = cross(folder, [one for one in ROUND if one.loaded.world == world])
     assert not found, "\n".join(found[:20])

@@ -3,9 +3,10 @@
     python benchmarks/checkpoint.py                  # 1 and 2 ranks
     python benchmarks/checkpoint.py --mib 2048 --folder /data/somewhere
 
-Writes benchmarks/results/checkpoint.json. A raw copy is one file per rank of as many bytes, written from memory and brought to disk; a raw read brings it into
-memory again. What is read was just written: both ways find it in the system's cache where it fits, and loading reads every byte twice, once to check it. Memory is the process's own, beyond
-what it held before.
+Writes benchmarks/results/checkpoint.json. A raw copy is one file per rank of as many bytes, written from memory and brought to disk; a raw read brings it into memory again, and nothing more.
+Both kinds of reading are done twice: of files that the system's cache has let go of, as after a restart, and of the same files when they are in the cache. Loading reads every byte twice, once to
+check it, and then has every rank get all weights from the others, which a raw read has not: such a gather alone is measured, too. Memory is the most that the process had, beyond what it had
+before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,24 +50,17 @@ class Watch:
     """The most memory that this process held meanwhile, beyond what it held before."""
 
     def __enter__(self) -> Watch:
-        self._before = self.peak = _resident()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
+        Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+        self._before = _most_resident()
         return self
 
-    def _look(self) -> None:
-        while not self._done.wait(0.002):
-            self.peak = max(self.peak, _resident())
-
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self.peak = max(self.peak, _resident()) - self._before
+        self.peak = _most_resident() - self._before
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _most_resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
 def raw_save(path: Path, raw: bytearray) -> None:
@@ -80,11 +73,25 @@ def raw_save(path: Path, raw: bytearray) -> None:
     os.close(descriptor)
 
 
+def forget(*paths: Path) -> None:
+    """Have the system's cache let go of files that are on disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
 def raw_load(path: Path, into: bytearray) -> None:
     with open(path, "rb", buffering=0) as file:
         done = 0
         while count := file.readinto(memoryview(into)[done : done + PIECE]):
             done += count
+
+
+def gather(model: layerwise.DataParallel) -> None:
+    """Every rank's weights from their owners, as after a step."""
+    model.engine.publisher.begin()
+    model.engine.publisher.ensure_all()
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -106,21 +113,27 @@ def measure(rank: int, world: int, nbytes: int, folder: Path) -> dict[str, Any]:
     raw = bytearray(mine)
     torch.frombuffer(raw, dtype=torch.uint8).random_()
     own = folder / f"raw_{rank}"
-    ways: dict[str, list[float]] = {"raw_save": [], "save": [], "raw_load": [], "load": []}
-    peaks = {"save": 0, "load": 0}
+    ways: dict[str, list[float]] = {}
+    peaks = {"save": 0, "load": 0, "gather": 0}
     on_disk = 0
     for repeat in range(REPEATS + 1):
         path = folder / f"checkpoint_{repeat}"
         found = {"raw_save": timed(lambda: raw_save(own, raw))}
         with Watch() as saving:
             found["save"] = timed(lambda path=path: layerwise.save(path, model, optimizer))
-        found["raw_load"] = timed(lambda: raw_load(own, raw))
+        forget(own, *(path.iterdir() if rank == 0 else ()))
+        found["raw_load_from_disk"] = timed(lambda: raw_load(own, raw))
         with Watch() as loading:
-            found["load"] = timed(lambda path=path: layerwise.load(path, model, optimizer))
+            found["load_from_disk"] = timed(lambda path=path: layerwise.load(path, model, optimizer))
+        found["raw_load"] = timed(lambda: raw_load(own, raw))
+        found["load"] = timed(lambda path=path: layerwise.load(path, model, optimizer))
+        with Watch() as gathering:
+            found["gather"] = timed(lambda: gather(model))
         if repeat:  # the first is a warm-up
             for name, seconds in found.items():
-                ways[name].append(seconds)
-            peaks = {"save": max(peaks["save"], saving.peak), "load": max(peaks["load"], loading.peak)}
+                ways.setdefault(name, []).append(seconds)
+            for name, watch in (("save", saving), ("load", loading), ("gather", gathering)):
+                peaks[name] = max(peaks[name], watch.peak)
         on_disk = sum(file.stat().st_size for file in path.iterdir())
         if dist.is_initialized():
             dist.barrier()
@@ -133,7 +146,11 @@ def measure(rank: int, world: int, nbytes: int, folder: Path) -> dict[str, Any]:
         "state_mib": round(state_nbytes / 2**20, 1),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "save_over_raw": round(seconds["raw_save"] / seconds["save"], 3),
-        "load_over_raw": round(seconds["raw_save"] / seconds["load"], 3),
+        "load_over_raw": round(seconds["raw_save"] / seconds["load_from_disk"], 3),
+        "load_over_raw_read_from_disk": round(seconds["raw_load_from_disk"] / seconds["load_from_disk"], 3),
+        "load_over_raw_read_and_gather_from_disk": round(
+            (seconds["raw_load_from_disk"] + seconds["gather"]) / seconds["load_from_disk"], 3
+        ),
         "load_over_raw_read": round(seconds["raw_load"] / seconds["load"], 3),
         "disk_over_state": round(on_disk / state_nbytes, 4),
         "extra_mib": {name: round(peak / 2**20, 1) for name, peak in peaks.items()},

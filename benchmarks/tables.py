@@ -80,10 +80,12 @@ def checkpoint(data: dict[str, Any]) -> str:
             "ranks",
             "state, MiB",
             "bandwidth of saving over a raw copy",
-            "of loading over that copy",
-            "of loading over a raw read",
+            "of loading from disk over that copy",
+            "over a raw read from disk",
+            "over that and a gather of weights",
+            "of loading from the cache over a raw read from it",
             "bytes on disk over state",
-            "extra MiB of saving, of loading",
+            "extra MiB of saving, of loading, of a gather alone",
         ],
         [
             [
@@ -91,9 +93,11 @@ def checkpoint(data: dict[str, Any]) -> str:
                 row["state_mib"],
                 row["save_over_raw"],
                 row["load_over_raw"],
+                row["load_over_raw_read_from_disk"],
+                row["load_over_raw_read_and_gather_from_disk"],
                 row["load_over_raw_read"],
                 row["disk_over_state"],
-                f"{row['extra_mib']['save']}, {row['extra_mib']['load']}",
+                ", ".join(str(row["extra_mib"][name]) for name in ("save", "load", "gather")),
             ]
             for row in data["rows"]
         ],

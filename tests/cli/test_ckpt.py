@@ -66,7 +66,11 @@ def test_a_damaged_checkpoint_is_named(run: Path, tmp_path: Path, capsys: pytest
     data[len(data) // 2] ^= 1
     (copy / "__0_0.distcp").write_bytes(data)
     said = lines_of(["verify", str(copy)], capsys, FAILED)
-    assert said == [f"{copy} is damaged:", f"  __0_0.distcp has other bytes than were written, from 0 to {len(data)}"]
+    damage = f"__0_0.distcp has other bytes than were written, from 0 to {len(data)}"
+    assert said == [f"{copy} is damaged:", f"  {damage}"]
+    said = lines_of(["export", str(copy), "--to", str(tmp_path / "out.safetensors")], capsys, FAILED)
+    assert damage in " ".join(said)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_weights_go_out_as_safetensors_and_come_in_again(

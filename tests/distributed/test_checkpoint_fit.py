@@ -474,7 +474,7 @@ def fail(rank: int, world: int, folder: str, wrong: str) -> list[Any]:
 
     owner, name, change = {
         "manifest": (loading, "read_manifest", other_file),
-        "data": (Reader, "read", unread),
+        "data": (Reader, "_fill", unread),
     }[wrong]
     wrongly = mock.patch.object(owner, name, change(getattr(owner, name))) if rank == world - 1 else nullcontext()
     with wrongly:

@@ -3,7 +3,7 @@ bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -11,10 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from layerwise.checkpoint.files import Reader
-from layerwise.routing.geometry import Box
+from layerwise.checkpoint.files import Reader, Wanted
 from tests.crossings import KINDS, RULES, Crossing, Cut, Ranks, Sabotage, load_all, load_weights, save_all
 from tests.marks import sampled
 from tests.ranks import run_ranks
@@ -120,12 +118,12 @@ def test_weights_alone_go_into_any_module(folder: Path, world: int) -> None:
 
 # ------------------------------------------------------------------------------------------------ what must be seen
 
-Read = Callable[[Reader, str, Box, Tensor], None]
+Read = Callable[[Reader, Iterable[Wanted]], None]
 
 
 @contextmanager
 def reading(change: Callable[[Read], Read]) -> Iterator[None]:
-    with mock.patch.object(Reader, "read", change(Reader.read)):
+    with mock.patch.object(Reader, "read_all", change(Reader.read_all)):
         yield
 
 
@@ -134,14 +132,16 @@ def one_ulp(rank: int) -> AbstractContextManager[None]:
     done: list[str] = []
 
     def change(real: Read) -> Read:
-        def read(self: Reader, key: str, box: Box, into: Tensor) -> None:
-            real(self, key, box, into)
-            if key.endswith(".momentum") and into.numel() and not done and rank == dist.get_world_size() - 1:
-                first = into.view(-1)[:1]
-                first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
-                done.append(key)
+        def read_all(self: Reader, wanted: Iterable[Wanted]) -> None:
+            everything = list(wanted)
+            real(self, everything)
+            for key, _, into in everything:
+                if key.endswith(".momentum") and into.numel() and not done and rank == dist.get_world_size() - 1:
+                    first = into.view(-1)[:1]
+                    first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
+                    done.append(key)
 
-        return read
+        return read_all
 
     return reading(change)
 
@@ -151,13 +151,13 @@ def one_box_missing(rank: int) -> AbstractContextManager[None]:
     done: list[str] = []
 
     def change(real: Read) -> Read:
-        def read(self: Reader, key: str, box: Box, into: Tensor) -> None:
-            if key.endswith(".exp_avg_sq") and into.numel() and not done and rank == dist.get_world_size() - 1:
-                done.append(key)
-                return
-            real(self, key, box, into)
+        def is_read(one: Wanted) -> bool:
+            if one.key.endswith(".exp_avg_sq") and one.into.numel() and not done and rank == dist.get_world_size() - 1:
+                done.append(one.key)
+                return False
+            return True
 
-        return read
+        return lambda self, wanted: real(self, filter(is_read, wanted))
 
     return reading(change)
 

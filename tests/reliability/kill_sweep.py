@@ -83,7 +83,7 @@ class Events:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """What happens in here counts."""
-        real_write, real_fsync = os.write, os.fsync
+        real_write, real_fsync = os.writev, os.fsync
 
         def hook(event: str, args: tuple[Any, ...]) -> None:
             # Names alone are of folders that are being deleted.
@@ -91,11 +91,12 @@ class Events:
             if is_ours and self.is_due(event):
                 self.end()
 
-        def write(descriptor: int, data: Any) -> int:
+        def write(descriptor: int, parts: Sequence[bytes | memoryview]) -> int:
             if self.is_due(WRITE):
-                real_write(descriptor, bytes(data)[: len(data) // 2])
+                data = b"".join(parts)
+                real_write(descriptor, [data[: len(data) // 2]])
                 self.end()
-            return real_write(descriptor, data)
+            return real_write(descriptor, parts)
 
         def fsync(descriptor: int) -> None:
             if self.is_due("fsync"):
@@ -103,7 +104,7 @@ class Events:
             real_fsync(descriptor)
 
         sys.addaudithook(hook)
-        with mock.patch.object(os, "write", write), mock.patch.object(os, "fsync", fsync):
+        with mock.patch.object(os, "writev", write), mock.patch.object(os, "fsync", fsync):
             self.active = True
             yield
             self.active = False

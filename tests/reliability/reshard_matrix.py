@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from layerwise.checkpoint.files import Reader
-from layerwise.routing.geometry import Box
+from layerwise.checkpoint.files import Reader, Wanted
 from tests.crossings import RULES, Crossing, Ranks, Sabotage, load_all, save_all
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome, tally
@@ -65,15 +63,18 @@ def complaints_of(chosen: Sequence[Crossing], sabotage: Sabotage | None = None) 
 def _shifted(rank: int) -> Iterator[None]:
     """The last rank reads one box of a momentum a row too early."""
     done: list[str] = []
-    real = Reader.read
+    real = Reader.read_all
 
-    def read(self: Reader, key: str, box: Box, into: Tensor) -> None:
-        if key.endswith(".momentum") and box.starts[0] and not done and rank == dist.get_world_size() - 1:
-            done.append(key)
-            box = box.moved(-1)
-        real(self, key, box, into)
+    def shifted(one: Wanted) -> Wanted:
+        if one.key.endswith(".momentum") and one.box.starts[0] and not done and rank == dist.get_world_size() - 1:
+            done.append(one.key)
+            return one._replace(box=one.box.moved(-1))
+        return one
 
-    with mock.patch.object(Reader, "read", read):
+    def read_all(self: Reader, wanted: Iterable[Wanted]) -> None:
+        real(self, map(shifted, wanted))
+
+    with mock.patch.object(Reader, "read_all", read_all):
         yield
 
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerwise.checkpoint.contents import MODEL, ParamFacts, Part, stacked
+from layerwise.checkpoint.contents import MODEL, ParamFacts, Part, Place
 from layerwise.comm.groups import Groups, all_ranks
 from layerwise.comm.sharded import groups_of, is_sharded, local_of, placements_of, reshard
 from layerwise.layout.meshes import Placed, copied_on
 from layerwise.models import names
 from layerwise.models.names import unwrapped
 from layerwise.models.table import domains_by_prefix, named_params
-from layerwise.routing.spec import EXPERT
 
 
 @dataclass(frozen=True)
@@ -64,26 +63,24 @@ class BareModule:
     def constant_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self._whole(name, one) for name, one in names.named_buffers(self.module, persistent=True)}
 
+    def names(self) -> set[str]:
+        return {name for name, _ in named_params(self.module)} | set(self.constant_shapes())
+
     def state(self) -> Iterator[Part]:
         yield from ()
 
     def home_state(self) -> Iterator[Part]:
         yield from ()
 
-    def _place(self, name: str) -> tuple[int, int]:
-        """Which part of a param that is other experts on other ranks this rank has, and of how many."""
-        if not self.placed or self.domain_of(name) != EXPERT:
-            return 0, 1
-        return self.groups.expert_place, self.groups.expert_places
+    def _place(self, name: str) -> Place:
+        return Place.of(self.groups, self.domain_of(name))
 
     def _whole(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        return stacked(tuple(tensor.shape), self._place(name)[1])
+        return self._place(name).whole(tuple(tensor.shape))
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[Part]:
         shape, domain = tuple(tensor.shape), self.groups.domains[self.domain_of(name)]
         box = self.placed.get(name, copied_on(domain.world)).box(shape, domain.rank)
-        place, places = self._place(name)
-        if places > 1 and shape:
-            box = box.moved(place * shape[0])
         if box.numel:
-            yield Part(f"{MODEL}.{name}", stacked(shape, places), box, local_of(tensor).detach(), False)
+            box = self._place(name).among_all(box, shape)
+            yield Part(f"{MODEL}.{name}", self._whole(name, tensor), box, local_of(tensor).detach(), False)

@@ -33,6 +33,26 @@ MASTER = "master"
 FROZEN = "frozen"
 
 
+class Place(NamedTuple):
+    """Which part of a param this rank has, of how many. Ranks that have other experts of it have them one behind the other, along
+    its first dim."""
+
+    number: int
+    places: int
+
+    @classmethod
+    def of(cls, groups: Groups, domain: str) -> Place:
+        return cls(groups.expert_place, groups.expert_places) if domain == EXPERT else cls(0, 1)
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of all parts together."""
+        return (shape[0] * self.places, *shape[1:]) if shape else shape
+
+    def among_all(self, box: Box, shape: tuple[int, ...]) -> Box:
+        """A box of this part, which has that shape, as one of all parts together."""
+        return box.moved(self.number * shape[0]) if self.places > 1 and shape else box
+
+
 class Part(NamedTuple):
     """A box of a tensor that this rank has."""
 
@@ -145,10 +165,10 @@ class Contents:
             if not tensor.numel():
                 continue
             kind, _, index = local.rpartition(".")
-            number = int(index) + self._place(fqn)[0] * len(self.engine.plan.routes[fqn].matrices)
+            number = int(index) + self._place(fqn).number * len(self.engine.plan.routes[fqn].matrices)
             key = state_key(self.name_of(fqn), f"{kind}.{number}")
             mine = home.first == ranks[self.engine.domain_of(fqn)] and self._speaks(fqn)
-            yield Part(key, home.shape, _whole(home.shape), tensor, mine)
+            yield Part(key, home.shape, Box.whole(home.shape), tensor, mine)
 
     def constants(self) -> Iterator[Part]:
         """Frozen params and buffers that belong to the model's state."""
@@ -161,9 +181,13 @@ class Contents:
     def constant_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of those, whoever has any of them."""
         return {
-            self.name_of(name): stacked(tuple(tensor.shape), self._place(name)[1])
-            for name, tensor, _, _ in self.engine.constants_here()
+            self.name_of(name): self._place(name).whole(tuple(tensor.shape))
+            for name, tensor in self.engine.saved_constants().items()
         }
+
+    def names(self) -> set[str]:
+        """Every param of this rank, and every buffer that belongs to the model's state."""
+        return {self.name_of(param.fqn) for param in self.engine.plan.table} | set(self.constant_shapes())
 
     @property
     def rules(self) -> dict[str, type[Rule]]:
@@ -181,11 +205,10 @@ class Contents:
         rules, plan = self.rules, self.engine.plan
         found: dict[str, ParamFacts] = {}
         for param in plan.table:
-            _, places = self._place(param.fqn)
             rule = rules.get(param.fqn)
             keeps = rule is not None and rule.is_matrix_rule and rule.home_state(1, 1)
             found[self.name_of(param.fqn)] = ParamFacts(
-                list(stacked(param.shape, places)),
+                list(self._place(param.fqn).whole(param.shape)),
                 FROZEN if not param.trainable else "" if rule is None else rule.kind,
                 _split_of(plan.routes[param.fqn], param.shape) if keeps else [],
                 [self._plain(name) for name in (*param.aliases, *self._other_copies(param.fqn))],
@@ -218,17 +241,13 @@ class Contents:
     def _rank(self, fqn: str) -> int:
         return self.engine.storage.ranks[self.engine.domain_of(fqn)]
 
-    def _place(self, fqn: str) -> tuple[int, int]:
-        """Which part of a param that is other experts on other ranks these are, and of how many."""
-        groups = self.engine.groups
-        if self.engine.domain_of(fqn) != EXPERT:
-            return 0, 1
-        return groups.expert_place, groups.expert_places
+    def _place(self, fqn: str) -> Place:
+        return Place.of(self.engine.groups, self.engine.domain_of(fqn))
 
     def _of_shard(self, key: str, fqn: str, shard: Shard, flat: Tensor) -> Iterator[Part]:
         rank, shape = self._rank(fqn), tuple(self.engine.storage.params[fqn].shape)
         if 0 in shape:  # nobody has a span of it, and it is there
-            yield self._part(key, fqn, shape, _whole(shape), flat[:0].view(shape), (0,), rank)
+            yield self._part(key, fqn, shape, Box.whole(shape), flat[:0].view(shape), (0,), rank)
         for span in shard.spans_by_fqn.get(fqn, ()):
             copies, at = shard.plan.copies(span, rank), span.shard_offset
             for box in _boxes(span, shape):
@@ -239,30 +258,19 @@ class Contents:
     def _part(
         self, key: str, fqn: str, shape: tuple[int, ...], box: Box, tensor: Tensor, copies: Ranks, rank: int
     ) -> Part:
-        """A box of a local tensor as a box of the whole one. Experts lie one behind the other, rank after rank."""
+        """A box of a local tensor as a box of the whole one."""
         if str(tensor.dtype).removeprefix("torch.") not in ITEMSIZES:
             raise CheckpointError(f"{key!r} has dtype {tensor.dtype}: checkpoints know {', '.join(ITEMSIZES)}.")
-        place, places = self._place(fqn)
-        if places > 1 and shape:
-            box = box.moved(place * shape[0])
-            shape = stacked(shape, places)
+        place = self._place(fqn)
+        box = place.among_all(box, shape)
         chosen = copies[zlib.crc32(f"{key} {box.starts}".encode()) % len(copies)]
-        return Part(key, shape, box, tensor, chosen == rank and self._speaks(fqn))
-
-
-def _whole(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)
-
-
-def stacked(shape: tuple[int, ...], places: int) -> tuple[int, ...]:
-    """The shape of the experts of all ranks, which lie one behind the other."""
-    return (shape[0] * places, *shape[1:]) if shape else shape
+        return Part(key, place.whole(shape), box, tensor, chosen == rank and self._speaks(fqn))
 
 
 def _boxes(span: Span, shape: tuple[int, ...]) -> Iterator[Box]:
     """The boxes of a param that a span is made of, in its order."""
     if not shape:
-        yield _whole(shape)
+        yield Box.whole(shape)
         return
     if span.block is None:
         yield from interval_boxes(shape, span.start, span.stop)

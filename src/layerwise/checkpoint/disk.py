@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import shutil
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from layerwise.checkpoint.manifest import FILE_NAME, PIECE, FileFacts, Manifest, most_nbytes
 from layerwise.errors import CheckpointError
 
-_THREADS = 4
-"""That read and sum up pieces of a file at once; both let go of the interpreter."""
+PARTIAL = ".partial"
+"""How the name of a folder or file ends that is being written, or was when somebody was killed."""
+THREADS = 4
+"""That read and sum up parts of files at once; both let go of the interpreter."""
+_AT_A_TIME = 256 << 10
+"""Bytes that are read and then summed up: they are still in the processor's cache."""
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 class Sums:
@@ -53,13 +62,50 @@ def facts_of(data: bytes) -> FileFacts:
     return FileFacts(len(data), sums.digits())
 
 
-def write_file(path: Path, data: bytes) -> FileFacts:
-    """A small file, whole and on disk."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return facts_of(data)
+def write_files(folder: Path, texts: Mapping[str, bytes]) -> None:
+    """New small files by name, whole and on disk; they go there together."""
+    with ExitStack() as stack:
+        files = []
+        for name, text in texts.items():
+            file = stack.enter_context(open(folder / name, "xb"))
+            file.write(text)
+            file.flush()
+            begin_writing(file.fileno(), 0, len(text))
+            files.append(file)
+        for file in files:
+            os.fsync(file.fileno())
+
+
+def partial_of(target: Path) -> Path:
+    """Where something is written that gets its name when it is whole."""
+    return target.with_name(target.name + PARTIAL)
+
+
+def check_free(target: Path) -> None:
+    """Raise if there is something of that name."""
+    if os.path.lexists(target):
+        raise CheckpointError(
+            f"{target} is there already: expected a new name. A checkpoint is never written over another, since neither would be whole "
+            "if it were cut short. Save every step under a name of its own; layerwise.Checkpoints does."
+        )
+
+
+def make_partial(target: Path) -> Path:
+    """A new folder to write in, in place of one that somebody who was killed has left."""
+    partial = partial_of(target)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have the system begin to bring a part of a file to disk, where it lets itself be told (Linux). Nothing is promised: that
+    is what fsync is for, which then has less to wait for."""
+    if _sync_file_range is not None:
+        _sync_file_range(
+            descriptor, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
+        )
 
 
 def sync_folder(path: Path) -> None:
@@ -102,29 +148,62 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_bytes(text, str(path))
 
 
-def damage_of(folder: Path, name: str, facts: FileFacts) -> str | None:
-    """What is wrong with a file of a checkpoint, if anything; reads all of it."""
+class Piece(NamedTuple):
+    """A part of a file that has a sum of its own. An empty file is one, too."""
+
+    file: str
+    start: int
+
+
+def pieces_of(files: Mapping[str, FileFacts]) -> list[Piece]:
+    """All files piece by piece, those of a rank after those of the rank before it."""
+    names = sorted(files, key=lambda name: (len(name), name))
+    return [Piece(name, start) for name in names for start in range(0, max(1, files[name].nbytes), PIECE)]
+
+
+def damages_of(folder: Path, files: Mapping[str, FileFacts], pieces: Sequence[Piece]) -> list[str]:
+    """What is wrong with pieces of a checkpoint's files, once for each file; reads all of them, and holds little of it."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        texts = threads.map(lambda piece: _damage_of(folder, piece, files[piece.file]), pieces)
+        found: dict[str, str] = {}
+        for piece, text in zip(pieces, texts, strict=True):
+            if text is not None:
+                found.setdefault(piece.file, text)
+    return list(found.values())
+
+
+def _damage_of(folder: Path, piece: Piece, facts: FileFacts) -> str | None:
+    name, start = piece
     try:
         with opened(folder / name) as descriptor:
             nbytes = os.fstat(descriptor).st_size
             if nbytes != facts.nbytes:
                 return f"{name} has {nbytes} bytes, expected {facts.nbytes}"
-            starts = range(0, nbytes, PIECE)
-            with ThreadPoolExecutor(_THREADS) as threads:
-                sums = threads.map(lambda start: zlib.crc32(read_at(descriptor, start, PIECE)), starts)
-                for start, found in zip(starts, sums, strict=True):
-                    expected = facts.sums[8 * (start // PIECE) :][:8]
-                    if f"{found:08x}" != expected:
-                        return f"{name} has other bytes than were written, from {start} to {min(start + PIECE, nbytes)}"
+            stop = min(start + PIECE, nbytes)
+            if sum_at(descriptor, start, stop) != facts.sums[8 * (start // PIECE) :][:8]:
+                return f"{name} has other bytes than were written, from {start} to {stop}"
     except CheckpointError as error:
         return str(error)
     return None
 
 
+def sum_at(descriptor: int, start: int, stop: int) -> str:
+    """The sum of a part of a file, through memory that is used again and again; empty where there is nothing to sum up."""
+    if hasattr(os, "posix_fadvise"):  # one long read in place of many short ones
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+    memory = memoryview(bytearray(min(_AT_A_TIME, stop - start)))
+    found = 0
+    for at in range(start, stop, _AT_A_TIME):
+        count = read_into(descriptor, at, memory[: stop - at])
+        found = zlib.crc32(memory[:count], found)
+    return f"{found:08x}" if start < stop else ""
+
+
 def read_at(descriptor: int, offset: int, nbytes: int) -> bytearray:
     """So many bytes of a file, or as many as there are."""
     found = bytearray(nbytes)
-    return found[: read_into(descriptor, offset, memoryview(found))] if nbytes else found
+    count = read_into(descriptor, offset, memoryview(found))
+    return found if count == nbytes else found[:count]
 
 
 def read_into(descriptor: int, offset: int, target: memoryview) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from layerwise.checkpoint.contents import engine_of
-from layerwise.checkpoint.disk import read_manifest, sync_folder, write_file
+from layerwise.checkpoint.disk import PARTIAL, partial_of, read_manifest, sync_folder, write_files
 from layerwise.checkpoint.loading import Loaded, load
-from layerwise.checkpoint.saving import PARTIAL, save
+from layerwise.checkpoint.saving import save
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.errors import CheckpointError
 from layerwise.optim.optimizer import Optimizer
@@ -94,7 +94,7 @@ class Checkpoints:
         """Say which is the last, and let go of the oldest, once it is certain that the newest is whole."""
         pointer = self.folder / f".{LATEST}{PARTIAL}"
         pointer.unlink(missing_ok=True)
-        write_file(pointer, f"{newest.name}\n".encode())
+        write_files(self.folder, {pointer.name: f"{newest.name}\n".encode()})
         os.rename(pointer, self.folder / LATEST)
         sync_folder(self.folder)
         for path in _left_behind(self.folder):
@@ -104,7 +104,7 @@ class Checkpoints:
         _check_sizes(newest)
         older = [path for path in found(self.folder).values() if path != newest]
         for path in sorted(older)[: max(0, len(older) + 1 - self.keep)]:
-            going = path.with_name(path.name + PARTIAL)
+            going = partial_of(path)
             os.rename(
                 path, going
             )  # whoever is killed in the middle of this leaves nothing that looks like a checkpoint

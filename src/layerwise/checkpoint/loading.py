@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import Contents, engine_of
-from layerwise.checkpoint.disk import damage_of, read_manifest
-from layerwise.checkpoint.files import Reader, bytes_of
+from layerwise.checkpoint.disk import damages_of, pieces_of, read_manifest
+from layerwise.checkpoint.files import Reader, Wanted, bytes_of
 from layerwise.checkpoint.fitting import Names, Policy, Read, fit
-from layerwise.checkpoint.manifest import Manifest
+from layerwise.checkpoint.manifest import Manifest, expect
 from layerwise.checkpoint.plain import from_plain, number
 from layerwise.checkpoint.rates import rates_of
 from layerwise.checkpoint.saving import EXTRA, RNG
@@ -30,6 +30,9 @@ from layerwise.errors import CheckpointError, listed
 from layerwise.kernels.hashing import hash_bits
 from layerwise.models.tracing import never_traced
 from layerwise.optim.optimizer import Optimizer
+
+_AT_A_TIME = 4 << 20
+"""Elements of which masters and weights are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +109,12 @@ def load(
 
 
 def check_files(groups: Groups, folder: Path, manifest: Manifest) -> None:
-    """Raise, on every rank, if a file is not as it was written. Ranks share the reading."""
-    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
-    mine = names[groups.rank :: groups.world]
-    found: list[Any] = share(
-        groups,
-        lambda: {
-            "damage": [text for name in mine if (text := damage_of(folder, name, manifest.files[name])) is not None]
-        },
-    )
-    damage = [text for theirs in found for text in theirs["damage"]]
+    """Raise, on every rank, if a file is not as it was written. Ranks share the reading: as many as have written read nearly
+    what they wrote, which they are about to read again."""
+    pieces, rank, world = pieces_of(manifest.files), groups.rank, groups.world
+    mine = pieces[rank * len(pieces) // world : (rank + 1) * len(pieces) // world]
+    found: list[Any] = share(groups, lambda: {"damage": damages_of(folder, manifest.files, mine)})
+    damage = list(dict.fromkeys(text for theirs in found for text in theirs["damage"]))
     if damage:
         raise CheckpointError(f"{folder} is damaged: {listed(damage)}. Nothing was loaded.")
 
@@ -125,7 +124,7 @@ def _names_elsewhere(contents: Contents | BareModule) -> set[str]:
     groups = contents.groups
     if len(groups.stages) == 1:
         return set()
-    told: list[Any] = share(groups, lambda: {"names": sorted({**contents.facts(), **contents.constant_shapes()})})
+    told: list[Any] = share(groups, lambda: {"names": sorted(contents.names())})
     return {name for theirs in told for name in theirs["names"]}
 
 
@@ -173,9 +172,9 @@ def _beside(
             return reader.whole(key)
 
         try:
-            values = _expect(from_plain(about.get(EXTRA, {}), tensor_of), dict)
+            values = expect(from_plain(about.get(EXTRA, {}), tensor_of), dict)
             scale = _scale_of(about.get("loss_scale"))
-            options = _expect(from_plain(about.get("options", []), _no_tensor), list)
+            options = expect(from_plain(about.get("options", []), _no_tensor), list)
             rates: dict[str, float] = {}
             generators: dict[str, Tensor] | None = {}
             if isinstance(contents, Contents) and contents.optimizer is not None:
@@ -197,16 +196,10 @@ def _beside(
     return _Beside(values, states, scale, rates, generators)
 
 
-def _expect(value: object, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"expected a {kind.__name__}, found a {type(value).__name__}")
-    return value
-
-
 def _scale_of(saved: object) -> dict[str, float] | None:
     if saved is None:
         return None
-    scale = {name: number(value) for name, value in _expect(saved, dict).items()}
+    scale = {name: number(value) for name, value in expect(saved, dict).items()}
     if set(scale) != {"scale", "good_steps", "bad_steps"} or min(scale.values()) < 0 or not scale["scale"]:
         raise ValueError("it has another loss scale than there is")
     return scale
@@ -249,14 +242,17 @@ def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:
         for key, part in reads:
             if key is None:
                 part.tensor.zero_()
-            else:
-                reader.read(key, part.box, part.tensor)
+        reader.read_all(Wanted(key, part.box, part.tensor) for key, part in reads if key is not None)
 
     derive_together(groups, "checkpoints", read_all, lambda _: {})
 
 
-def _same_bits(one: Tensor, two: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+def _rounds_to(master: Tensor, weight: Tensor) -> bool:
+    """Whether weights have the bits that masters round to; a part at a time, since a whole shard would take as much memory."""
+    return all(
+        torch.equal(truth.to(read.dtype).view(torch.uint8), read.view(torch.uint8))
+        for truth, read in zip(torch.split(master, _AT_A_TIME), torch.split(weight, _AT_A_TIME), strict=True)
+    )
 
 
 def _sum(flat: Tensor) -> object:
@@ -266,28 +262,28 @@ def _sum(flat: Tensor) -> object:
 
 def check_published(engine: Engine) -> None:
     """Raise, on every rank, unless what every rank reads in forward is what the masters of its owners round to."""
-    engine.publisher.ensure_all()
-    place = engine.groups.place
+    place, publisher, storage = engine.groups.place, engine.publisher, engine.storage
+    publisher.launch_all()
+
+    def held() -> Iterator[tuple[str, Tensor]]:
+        """What forward reads, each when it has arrived: others arrive while it is summed up."""
+        for replica in storage.replicas:
+            publisher.ensure(replica)
+            for tensor in replica.held:
+                yield f"{replica.plan.domain} {replica.plan.label}", tensor.reshape(-1)
+        for shard in () if storage.replicas else storage.shards:
+            yield f"{shard.plan.label} {shard.spans}", shard.rounded()
 
     def mine() -> dict[str, object]:
-        for shard in engine.storage.shards:
-            if shard.is_apart and not _same_bits(shard.master.to(shard.dtype), shard.rounded()):
+        found = [(label, _sum(weights) if engine.groups.world > 1 else None) for label, weights in held()]
+        for shard in storage.shards:
+            if shard.weight is not None and shard.is_apart and not _rounds_to(shard.master, shard.weight):
                 raise CheckpointError(
                     f"{shard.plan.label} has weights that its masters do not round to, after loading."
                 )
-        replicas = engine.storage.replicas
-        held = (
-            [
-                (f"{replica.plan.domain} {replica.plan.label}", tensor.reshape(-1))
-                for replica in replicas
-                for tensor in replica.held
-            ]
-            if replicas
-            else [(f"{shard.plan.label} {shard.spans}", shard.rounded()) for shard in engine.storage.shards]
-        )
         # As one number for each set of params: ranks that have the same have the same number.
-        names = hashlib.sha256(repr([place, *(label for label, _ in held)]).encode()).hexdigest()
-        return {names: repr([_sum(weights) for _, weights in held])}
+        names = hashlib.sha256(repr([place, *(label for label, _ in found)]).encode()).hexdigest()
+        return {names: repr([digest for _, digest in found])}
 
     told: dict[str, tuple[int, object]] = {}
     for rank, theirs in enumerate(share(engine.groups, mine)):

@@ -94,7 +94,8 @@ class FileFacts(NamedTuple):
     nbytes: int
     sums: str
     """CRC-32 of every piece of it, in hexadecimal digits. A stronger sum would tell no more: who changes a file on purpose
-    changes its sum too, and what breaks by chance is found by this one, at the speed of a disk."""
+    changes its sum too, and what breaks by chance is found by this one, as fast as memory is copied. Sums of integers that
+    torch takes are hardly faster, and two flipped signs can hide from them."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,12 @@ class Manifest:
         """As data, not yet looked at."""
         try:
             found = cls(
-                {key: _entry_from_json(entry) for key, entry in _expect(body["entries"], dict).items()},
+                {key: _entry_from_json(entry) for key, entry in expect(body["entries"], dict).items()},
                 {
-                    name: FileFacts(_count(nbytes), _expect(sums, str))
-                    for name, (nbytes, sums) in _expect(body["files"], dict).items()
+                    name: FileFacts(_count(nbytes), expect(sums, str))
+                    for name, (nbytes, sums) in expect(body["files"], dict).items()
                 },
-                _expect(body["about"], dict),
+                expect(body["about"], dict),
             )
             _count(found.about["step"])
         except (KeyError, TypeError, ValueError) as error:
@@ -217,9 +218,9 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
 def _entry_from_json(entry: Mapping[str, Any]) -> Entry:
     return Entry(
         tuple(map(_count, entry["shape"])),
-        _expect(entry["dtype"], str),
+        expect(entry["dtype"], str),
         tuple(
-            Chunk(_box(starts, sizes), _expect(file, str), _count(offset), _count(length), _count(data))
+            Chunk(_box(starts, sizes), expect(file, str), _count(offset), _count(length), _count(data))
             for starts, sizes, file, offset, length, data in entry["chunks"]
         ),
     )
@@ -237,7 +238,8 @@ def _count(value: object) -> int:
     return value
 
 
-def _expect(value: object, kind: type) -> Any:
+def expect(value: object, kind: type) -> Any:
+    """A value that somebody wrote, if it is of that kind."""
     if not isinstance(value, kind):
         raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value

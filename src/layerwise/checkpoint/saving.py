@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 import layerwise
 from layerwise.checkpoint import torch_format
 from layerwise.checkpoint.contents import Contents, Part, engine_of
-from layerwise.checkpoint.disk import sync_folder, write_file
+from layerwise.checkpoint.disk import check_free, facts_of, make_partial, partial_of, sync_folder, write_files
 from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.checkpoint.plain import to_plain
@@ -27,8 +26,6 @@ from layerwise.models.tracing import never_traced
 from layerwise.optim.optimizer import Optimizer
 from layerwise.routing.geometry import Box
 
-PARTIAL = ".partial"
-"""How the name of a folder ends that is being written, or was when somebody was killed."""
 EXTRA, RNG = "extra", "rng"
 _MOST_NBYTES = 16 << 20
 """Bytes of the largest item: as much memory as one tensor at a time takes on its way to disk."""
@@ -69,15 +66,14 @@ def save(
         optimizer.bring_up_to_date()
     else:
         engine.publisher.ensure_all()
-    partial = target.with_name(target.name + PARTIAL)
     beside: dict[str, Tensor] = {}
     # Of what is beside tensors the first rank's is written, which must be everybody's.
     about = derive_together(
         groups, "extra values", lambda: _about(contents, extra, beside), lambda about: {EXTRA: about[EXTRA]}
     )
-    _together(groups, lambda: _begin(groups, target, partial))
-    _together(groups, lambda: _write_share(contents, partial, beside if groups.rank == 0 else {}))
-    _together(groups, lambda: _finish(about, groups.world, partial, target) if groups.rank == 0 else None)
+    _together(groups, lambda: _begin(groups, target))
+    _together(groups, lambda: _write_share(contents, partial_of(target), beside if groups.rank == 0 else {}))
+    _together(groups, lambda: _finish(about, groups.world, target) if groups.rank == 0 else None)
 
 
 def _together(groups: Groups, do: Callable[[], None]) -> None:
@@ -85,17 +81,11 @@ def _together(groups: Groups, do: Callable[[], None]) -> None:
     derive_together(groups, "checkpoints", do, lambda _: {})
 
 
-def _begin(groups: Groups, target: Path, partial: Path) -> None:
+def _begin(groups: Groups, target: Path) -> None:
     """Make room, on the first rank."""
-    if os.path.lexists(target):
-        raise CheckpointError(
-            f"{target} is there already: expected a new name. A checkpoint is never written over another, since neither would be whole "
-            "if it were cut short. Save every step under a name of its own; layerwise.Checkpoints does."
-        )
+    check_free(target)
     if groups.rank == 0:
-        if partial.exists():
-            shutil.rmtree(partial)  # of somebody who was killed
-        partial.mkdir(parents=True)
+        make_partial(target)
 
 
 def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str, Tensor]) -> dict[str, Any]:
@@ -133,7 +123,8 @@ def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]
         "params": {name: tuple(said) for name, said in contents.facts().items()},
         "options": options_of(contents),
     }
-    write_file(partial / _share_name(groups.rank), json.dumps(facts).encode())
+    # Nobody needs it on disk: it is gone before the checkpoint has its name.
+    (partial / _share_name(groups.rank)).write_text(json.dumps(facts))
 
 
 def _share_name(rank: int) -> str:
@@ -149,7 +140,7 @@ def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
         own[f"{RNG}.{groups.rank}.cuda"] = torch.cuda.get_rng_state(device)
     for key, tensor in {**own, **beside}.items():
         shape = tuple(tensor.shape)
-        yield Part(key, shape, Box((0,) * len(shape), shape), tensor, True)
+        yield Part(key, shape, Box.whole(shape), tensor, True)
 
 
 def write_parts(parts: Iterator[Part], path: Path) -> Written:
@@ -187,8 +178,9 @@ def _pieces(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         yield from _pieces(part, tensor.narrow(dim, start, stop - start))
 
 
-def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -> None:
+def _finish(about: Mapping[str, Any], world: int, target: Path) -> None:
     """Put together what ranks have written, make sure that nothing is missing, and give it its name."""
+    partial = partial_of(target)
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
     files: dict[str, FileFacts] = {}
@@ -212,13 +204,14 @@ def _finish(about: Mapping[str, Any], world: int, partial: Path, target: Path) -
         share.unlink()
     entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
     told = {**about, "params": params, "options": list(options.values())}
-    commit(Manifest(entries, files, told), partial, target)
+    commit(Manifest(entries, files, told), target)
 
 
-def commit(manifest: Manifest, partial: Path, target: Path) -> None:
+def commit(manifest: Manifest, target: Path) -> None:
     """Say what is in a folder whose data files are on disk, and give it its name."""
+    partial = partial_of(target)
     metadata = torch_format.metadata_bytes(manifest.entries)
-    files = {**manifest.files, torch_format.FILE_NAME: write_file(partial / torch_format.FILE_NAME, metadata)}
+    files = {**manifest.files, torch_format.FILE_NAME: facts_of(metadata)}
     manifest = Manifest(manifest.entries, files, manifest.about)
     manifest.check("what ranks have written")
     text = manifest.to_bytes()
@@ -227,7 +220,7 @@ def commit(manifest: Manifest, partial: Path, target: Path) -> None:
             f"{partial / FILE_NAME} would have {len(text)} bytes, expected {most} at most: what is in extra is too much for plain "
             "values. Put it into tensors."
         )
-    write_file(partial / FILE_NAME, text)
+    write_files(partial, {torch_format.FILE_NAME: metadata, FILE_NAME: text})
     sync_folder(partial)
     os.rename(partial, target)
     sync_folder(target.parent)

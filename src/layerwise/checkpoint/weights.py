@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from torch import Tensor
 
 import layerwise
 from layerwise.checkpoint.contents import MASTER, MODEL, STATE, ParamFacts, Part
-from layerwise.checkpoint.disk import opened
+from layerwise.checkpoint.disk import check_free, damages_of, make_partial, opened, partial_of, pieces_of
 from layerwise.checkpoint.files import Reader, bytes_of
 from layerwise.checkpoint.manifest import Manifest
-from layerwise.checkpoint.saving import PARTIAL, commit, write_parts
+from layerwise.checkpoint.saving import commit, write_parts
 from layerwise.errors import CheckpointError, listed
 from layerwise.routing.geometry import Box
 
@@ -51,7 +50,10 @@ _KINDS = {
 
 def export_weights(folder: Path, manifest: Manifest, target: Path, *, masters: bool) -> int:
     """Write all weights into one safetensors file, one tensor at a time; masters in their place, if asked for and there.
-    Returns how many."""
+    Returns how many. Files are checked first."""
+    damage = damages_of(folder, manifest.files, pieces_of(manifest.files))
+    if damage:
+        raise CheckpointError(f"{folder} is damaged: {listed(damage)}. Nothing was written.")
     keys = {}
     for key in manifest.entries:
         if key.startswith(f"{MODEL}."):
@@ -73,7 +75,7 @@ def export_weights(folder: Path, manifest: Manifest, target: Path, *, masters: b
         offset += entry.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = target.with_name(target.name + PARTIAL)
+    partial = partial_of(target)
     with Reader(folder, manifest) as reader, open(partial, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key in keys.values():
@@ -115,8 +117,7 @@ def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 def import_weights(weights: Path, states: list[Path], target: Path) -> int:
     """Make a checkpoint of a safetensors file and of state dicts of torch.optim.Muon and AdamW over the same params, as
     torch.save() wrote them. Returns how many tensors."""
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already: expected a new name.")
+    check_free(target)
     tensors = {f"{MODEL}.{name}": tensor for name, tensor in read_weights(weights)}
     params = {key.removeprefix(f"{MODEL}."): tensor for key, tensor in tensors.items()}
     rules: dict[str, str] = {}
@@ -153,16 +154,11 @@ def import_weights(weights: Path, states: list[Path], target: Path) -> int:
         "extra": {},
         "params": {name: tuple(said) for name, said in facts.items()},
     }
-    partial = target.with_name(target.name + PARTIAL)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
     parts = (
-        Part(key, tuple(tensor.shape), Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor, True)
-        for key, tensor in tensors.items()
+        Part(key, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor, True) for key, tensor in tensors.items()
     )
-    written = write_parts(parts, partial / "__0_0.distcp")
-    commit(Manifest(written.entries, written.files, about), partial, target)
+    written = write_parts(parts, make_partial(target) / "__0_0.distcp")
+    commit(Manifest(written.entries, written.files, about), target)
     return len(tensors)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from layerwise.checkpoint.disk import damage_of, read_manifest
+from layerwise.checkpoint.disk import damages_of, pieces_of, read_manifest
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.cli.console import print_table
 from layerwise.cli.exits import BAD_INPUT, FAILED, OK, complain
@@ -130,7 +130,7 @@ def _inspect(path: Path, as_json: bool) -> int:
 def _verify(path: Path, as_json: bool) -> int:
     """Read every byte and compare it with what was written."""
     manifest = read_manifest(path)
-    damage = [text for name, facts in manifest.files.items() if (text := damage_of(path, name, facts)) is not None]
+    damage = damages_of(path, manifest.files, pieces_of(manifest.files))
     if as_json:
         print(json.dumps({"path": str(path), "files": len(manifest.files), "damage": damage}))
     elif damage:

@@ -318,11 +318,13 @@ class Engine:
         """Which domain a param or a buffer belongs to."""
         return domains_by_prefix(*self.chunks)
 
+    def saved_constants(self) -> dict[str, Tensor]:
+        """What belongs to the model's state and is not trained."""
+        return {**self._frozen, **dict(named_buffers(*self.chunks, persistent=True))}
+
     def constants_here(self) -> Iterator[tuple[str, Tensor, Box, Ranks]]:
-        """What belongs to the model's state and is not trained: its name, itself, this rank's box of it, and who has the
-        same."""
-        saved = {**self._frozen, **dict(named_buffers(*self.chunks, persistent=True))}
-        for name, tensor in saved.items():
+        """The same one by one: its name, itself, this rank's box of it, and who has the same."""
+        for name, tensor in self.saved_constants().items():
             domain = self.groups.domains[self.domain_of(name)]
             placed = (self._placed or {}).get(name, copied_on(domain.world))
             boxes = placed.boxes(tuple(tensor.shape), domain.world)

@@ -175,7 +175,7 @@ def _in_fine(box: Box, shape: tuple[int, ...], fine: tuple[int, ...]) -> Iterato
         elif start >= stop:
             return
     if not choices:  # a single element
-        yield Box((0,) * len(fine), fine)
+        yield Box.whole(fine)
     else:
         for parts in product(*choices):
             yield Box(

@@ -18,6 +18,11 @@ class Box(NamedTuple):
     starts: tuple[int, ...]
     stops: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a grid."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))

@@ -25,6 +25,7 @@ from layerwise.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    PrecisionConfig,
     RoutingConfig,
     ScheduleConfig,
 )
@@ -51,6 +52,7 @@ class TrainCommand:
     routing: tyro.conf.FlagConversionOff[RoutingConfig] = field(default_factory=RoutingConfig)
     schedule: tyro.conf.FlagConversionOff[ScheduleConfig] = field(default_factory=ScheduleConfig)
     parallel: tyro.conf.FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
+    precision: tyro.conf.FlagConversionOff[PrecisionConfig] = field(default_factory=PrecisionConfig)
     train: tyro.conf.FlagConversionOff[LoopConfig] = field(default_factory=LoopConfig)
     checkpoint: tyro.conf.FlagConversionOff[CheckpointConfig] = field(default_factory=CheckpointConfig)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -43,7 +44,23 @@ def quantize(module: nn.Module, recipe: str = "mxfp8", *, skip: Sequence[str] = 
         for fqn in (spec.fqn, *spec.aliases):
             holder, _, name = fqn.rpartition(".")
             setattr(modules[holder], name, made)
+            _made.setdefault(modules[holder], {})[name] = chosen.name
     return module
+
+
+_made: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+"""Names and recipes of the params that were made codes, by their module. torch's fully_shard() puts others in their place, with
+what the codes stood for, and without a word."""
+
+
+def first_quantized(module: nn.Module) -> tuple[str, str] | None:
+    """The fqn and the recipe of a param that is kept as codes, or was before torch cut it; None where there is none."""
+    for prefix, holder in names.named_modules(module):
+        for name, param in holder._parameters.items():
+            cut = _made.get(holder, {}).get(name, "") if hasattr(param, "placements") else ""
+            if param is not None and (recipe := recipe_of(param) or cut):
+                return names.joined(prefix, name), recipe
+    return None
 
 
 def _problem(spec: ParamSpec, param: nn.Parameter, recipe: Recipe) -> str:

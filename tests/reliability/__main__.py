@@ -25,6 +25,7 @@ FIGURES = {
     "overlap_fuzz": "S14: gathers under whatever comes next, on late ranks, change no bit of it",
     "misuse": "S15: every wrong use has a typed error that names the object and the remedy",
     "config_fuzz": "S16: every generated config runs or is refused in words",
+    "mxfp8_parity": "S18: weights that are kept as codes train to the bits of those of which codes are made at use",
 }
 QUICK_CASES, FULL_CASES = 300, 2000
 """For figures that ask how many cases to try."""

@@ -255,6 +255,9 @@ class Engine:
         self.publisher.ensure_all()
         self.gradients.when_dropped = lambda: None  # no reduction comes after this
         self.gradients.forget()
+        if self.storage.keep_values():  # who trains it next begins with them
+            self.publisher.begin()
+            self.publisher.ensure_all()
         _undo_all(self._undo)
         unhook(self.storage.params.values())
         self.storage.release()

@@ -265,6 +265,13 @@ class Storage:
                 "there, train without that one."
             )
 
+    def keep_values(self) -> bool:
+        """Have params that are kept as codes keep what the next gathers bring; returns whether there are any."""
+        staged = [replica for replica in self.replicas if isinstance(replica, StagedReplica)]
+        for replica in staged:
+            replica.keep_values = True
+        return bool(staged)
+
     @torch.no_grad()
     def release(self) -> None:
         """Give params memory of their own, with the values that they have."""

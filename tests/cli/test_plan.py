@@ -281,7 +281,11 @@ def test_skipped_params_stay_in_bf16(capsys: Captured) -> None:
 
 
 def test_a_config_of_the_trainer_says_itself_what_it_keeps(tmp_path: Path, capsys: Captured) -> None:
-    text = Path("configs/tiny.toml").read_text().replace("[train]", '[precision]\nparam_gather = "mxfp8"\n[train]\nprecision = "bf16"')
+    text = (
+        Path("configs/tiny.toml")
+        .read_text()
+        .replace("[train]", '[precision]\nparam_gather = "mxfp8"\n[train]\nprecision = "bf16"')
+    )
     path = tmp_path / "run.toml"
     path.write_text(text)
     words = ("--model", str(path), "--world", "2", "--layout", "flat")

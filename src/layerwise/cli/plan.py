@@ -159,7 +159,9 @@ def _quantized(table: ParamTable, request: PlanRequest) -> ParamTable:
     try:
         return quantized_table(table, request.quantize, request.skip, request.model)
     except ValueError as error:
-        raise ConfigError([Problem("--quantize", f"{error} Here that is --skip, with commas between globs.")]) from error
+        raise ConfigError(
+            [Problem("--quantize", f"{error} Here that is --skip, with commas between globs.")]
+        ) from error
 
 
 def _check_experts(table: ParamTable, request: PlanRequest) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,12 @@ from layerwise.kernels.quantized_products import product
 from layerwise.layout.recipes import Recipe
 
 _aten = torch.ops.aten
-_in_eager = torch.compiler.disable  # a trace would keep what it saw of codes, and read it for ever
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _in_eager(function: _Function) -> _Function:
+    """A function that torch.compile does not trace: a graph would keep what it saw of codes, and read that for ever."""
+    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Stored:

@@ -37,7 +37,14 @@ def test_linears_and_experts_are_taken_and_everything_else_is_left_alone(more: d
     before = {fqn: param.detach().clone() for fqn, param in module.named_parameters()}
     assert layerwise.quantize(module) is module
     found = {fqn for fqn, param in module.named_parameters() if recipe_of(param)}
-    kinds = ("attn.qkv.weight", "attn.out.weight", "gate_up.weight", "mlp.down.weight", "experts.gate_up", "experts.down")
+    kinds = (
+        "attn.qkv.weight",
+        "attn.out.weight",
+        "gate_up.weight",
+        "mlp.down.weight",
+        "experts.gate_up",
+        "experts.down",
+    )
     assert found == {fqn for fqn in before if fqn.endswith(kinds)} != set()
     for fqn, param in module.named_parameters():
         if fqn not in found:
@@ -95,7 +102,11 @@ def test_shapes_that_blocks_do_not_divide_are_refused_alike_with_and_without_a_m
         (lambda: nn.Sequential(nn.Embedding(64, 64)).bfloat16(), {}, "has no weight to quantise"),
         (two_layers, {"skip": ["*"]}, "has no weight to quantise"),
         (two_layers, {"skip": ["layers.*"]}, r"skip='layers.\*' matches no param of Sequential"),
-        (lambda: layerwise.DataParallel(two_layers()), {}, "expected a plain param of a module that nobody has wrapped"),
+        (
+            lambda: layerwise.DataParallel(two_layers()),
+            {},
+            "expected a plain param of a module that nobody has wrapped",
+        ),
     ],
 )
 def test_each_mistake_is_named(module: Any, more: dict[str, Any], words: str) -> None:

@@ -1,6 +1,6 @@
 """What keeping weights in eight bits does to a loss: the run of `make train` in bf16, and the same with the weights of linear layers as MXFP8.
 
-    python benchmarks/quantized_training.py
+    python benchmarks/quantized_training.py [--seeds 8] [--workers 2]
 
 Writes benchmarks/results/quantized_training.json. Two runs with the same seed have the same initial weights, samples, steps and rates; they still come apart as
 two runs do that differ in one bit, by about as much as two seeds differ. So there is a pair for each of a fixed number of seeds, all of them are in the file, and what is
@@ -9,6 +9,7 @@ judged is the mean ratio of the losses at the end, beside its standard error and
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import platform
@@ -32,13 +33,10 @@ from layerwise.train.metrics import EvalRecord, Record, StepRecord
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "quantized_training.json"
 CONFIG = "configs/tiny.toml"
-SEEDS = 8
 LIMIT = 0.005
 """How far the mean ratio may be from 1."""
 LAST_STEPS = 50
 """Training losses of the last steps are averaged: one batch says little."""
-WORKERS = 2
-"""Runs at a time."""
 
 
 class Curves:
@@ -128,9 +126,13 @@ def report_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    asked = [(recipe, seed) for seed in range(SEEDS) for recipe in ("mxfp8", "bf16")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=8, help="how many pairs of runs")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    given = parser.parse_args()
+    asked = [(recipe, seed) for seed in range(given.seeds) for recipe in ("mxfp8", "bf16")]
     runs: list[dict[str, Any]] = []
-    with get_context("spawn").Pool(WORKERS) as pool:
+    with get_context("spawn").Pool(given.workers) as pool:
         for run in pool.imap(trained, asked):
             runs.append(run)
             if len(runs) >= 4 and len(runs) % 2 == 0:  # it takes long: what is there is kept

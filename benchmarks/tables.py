@@ -271,6 +271,31 @@ def fsdp(data: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
+def quantized_training(data: dict[str, Any]) -> str:
+    kinds = {"training, last 50 steps": "last_train_loss", "validation": "last_val_loss"}
+    return markdown(
+        [
+            f"loss after 300 steps, {len(data['seeds'])} seeds",
+            "bf16, mean",
+            "MXFP8, mean",
+            "mean ratio",
+            "its standard error",
+            "bf16 from seed to seed",
+        ],
+        [
+            [
+                what,
+                f"{sum(data[key]['bf16']) / len(data['seeds']):.4f}",
+                f"{sum(data[key]['mxfp8']) / len(data['seeds']):.4f}",
+                f"{data[key]['mean_ratio']:.4f}",
+                f"{data[key]['standard_error']:.4f}",
+                f"{100 * data[key]['spread_of_bf16']:.1f} %",
+            ]
+            for what, key in kinds.items()
+        ],
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
@@ -283,6 +308,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "newton_schulz_accuracy": ("newton_schulz", newton_schulz_accuracy),
     "optimizer_step": ("optimizer_step", optimizer_step),
     "overlap": ("overlap", overlap),
+    "quantized_training": ("quantized_training", quantized_training),
     "overlap_hidden": ("overlap", overlap_hidden),
     "overlap_timeline": ("overlap_timeline", overlap_timeline),
 }

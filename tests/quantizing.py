@@ -17,10 +17,23 @@ import layerwise
 from layerwise.kernels.quantized import stored_of
 from layerwise.memory.replicas import ReplicaState
 from layerwise.routing.split import stack
-from tests.reference.codes import encode
+from tests.reference.block_formats import encoded
 from tests.worlds import hash_tensors, put_together
 
 VOCABULARY = 40
+FORMATS: dict[str, tuple[str, tuple[int, int], str]] = {
+    "mxfp8": ("e4m3", (1, 32), "e8m0"),
+    "blockwise": ("e4m3", (128, 128), "fp32"),
+}
+
+
+def codes_of(values: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+    """Codes as bytes, and scales, of a matrix or of a stack of them, by the oracle."""
+    entries = values.float().reshape(-1, *values.shape[-2:]).numpy()
+    found = [encoded(entry, *FORMATS[recipe]) for entry in entries]
+    codes = torch.stack([torch.from_numpy(values) for values, _ in found]).view(values.shape)
+    scales = torch.stack([torch.from_numpy(scales) for _, scales in found])
+    return codes, scales.view(*values.shape[:-2], *scales.shape[-2:])
 
 
 class Small(nn.Module):
@@ -235,10 +248,10 @@ def faults(model: layerwise.DataParallel) -> list[str]:
                 continue
             compared += 1
             values = masters[f"master of {fqn}"].view(param.shape).bfloat16()
-            expected, scales = encode(values if direction == "rows" else values.mT.contiguous(), stored.recipe.name)
+            expected, scales = codes_of(values if direction == "rows" else values.mT.contiguous(), stored.recipe.name)
             if not torch.equal(codes.values.contiguous().view(torch.uint8), expected):
                 found.append(f"codes of {fqn} by {direction} are not those of its master")
-            if not torch.equal(codes.scales.double(), scales):
+            if not torch.equal(codes.scales, scales):
                 found.append(f"scales of {fqn} by {direction} are not those of its master")
     if masters and storage.plan.options.param_gather == "quantized" and not compared:
         found.append("no codes were compared")

@@ -227,6 +227,87 @@ def test_a_mesh_that_cannot_be_is_refused(words: tuple[str, ...], expected: str,
     assert expected in capsys.readouterr().err
 
 
+# -- weights that are kept as codes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recipe", "each"), [("mxfp8", 2 * 33 / 32), ("blockwise", 1 + 4 / 128**2)])
+def test_codes_are_counted_and_compared_with_both_kinds_of_bf16(recipe: str, each: float, capsys: Captured) -> None:
+    words = ("--model", "llama3-8b", "--world", "128", "--layout", "flat")
+    plain, found = as_json(capsys, *words), as_json(capsys, *words, "--quantize", recipe)
+    codes = found["quantized"]
+    assert plain["quantized"] is None
+    assert (codes["recipe"], codes["params"]) == (recipe, 4 * 32)
+    assert codes["bytes"] == each * codes["elements"]
+    assert codes["bf16_bytes"] == 2 * codes["elements"]
+    assert codes["bf16_and_codes_bytes"] == codes["bf16_bytes"] + codes["bytes"]
+    before, after = (column(plan)["memory_bytes"] for plan in (plain, found))
+    # What a bucket has in padding is not kept of it.
+    assert before["params"] - after["params"] == pytest.approx(codes["bf16_bytes"] - codes["bytes"], abs=2**20)
+    assert {name: before[name] for name in before if name not in ("params", "total")} == {
+        name: after[name] for name in after if name not in ("params", "total")
+    }
+    assert column(plain)["sent"] == column(found)["sent"]  # bf16 travels
+
+
+def test_the_page_shows_what_codes_come_to(capsys: Captured) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "quantized.md").read_text()
+    listings = re.findall(r"```console\n\$ layerwise (plan .*?)```", page, re.DOTALL)
+    assert len(listings) == 2
+    for listing in listings:
+        command, *lines = listing.splitlines()
+        assert main(command.split()) == 0
+        printed = capsys.readouterr().out.splitlines()
+        shown = [line for line in lines if line != "..."]
+        assert len(shown) > 4
+        assert [line for line in shown if line not in printed] == [], "docs/quantized.md is not up to date"
+
+
+def test_documented_keys_of_codes_are_those_of_the_json(capsys: Captured) -> None:
+    found = as_json(capsys, "--model", "gpt2", "--world", "8", "--quantize", "mxfp8")
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    line = next(line for line in page.splitlines() if line.startswith("`quantized` "))
+    assert set(re.findall(r"`(\w+)`", line.split(":", 1)[1])) == set(found["quantized"])
+
+
+def test_skipped_params_stay_in_bf16(capsys: Captured) -> None:
+    words = ("--model", "deepseek-v3", "--world", "64", "--ep", "64", "--layout", "flat", "--quantize", "blockwise")
+    assert main(["plan", *words]) == 2
+    err = capsys.readouterr().err
+    assert "--quantize: blockwise cannot keep 'model.layers.0.self_attn.kv_a_proj_with_mqa.weight (576 x 7168" in err
+    assert "Here that is --skip" in err
+    found = as_json(capsys, *words, "--skip", "*.kv_a_proj_with_mqa.weight, model.layers.0.mlp.*")
+    whole = as_json(capsys, *words, "--skip", "*.kv_a_proj_with_mqa.weight")
+    assert found["quantized"]["params"] < whole["quantized"]["params"]
+
+
+def test_a_config_of_the_trainer_says_itself_what_it_keeps(tmp_path: Path, capsys: Captured) -> None:
+    text = (
+        Path("configs/tiny.toml")
+        .read_text()
+        .replace("[train]", '[precision]\nparam_gather = "mxfp8"\n[train]\nprecision = "bf16"')
+    )
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    words = ("--model", str(path), "--world", "2", "--layout", "flat")
+    assert as_json(capsys, *words)["quantized"]["recipe"] == "mxfp8"
+    assert as_json(capsys, *words, "--param-dtype", "fp32")["quantized"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--fsdp", "8", "--quantize", "mxfp8"), "--quantize: DTensor params cannot be quantised"),
+        (("--tp", "2", "--quantize", "blockwise"), "--quantize: DTensor params cannot be quantised"),
+        (("--world", "8", "--quantize", "mxfp8", "--param-dtype", "fp32"), "params are fp32. Add --param-dtype bf16."),
+        (("--world", "8", "--skip", "*"), "--skip: is for --quantize"),
+        (("--world", "8", "--quantize", "mxfp8", "--skip", "nothing"), "skip='nothing' matches no param of gpt2"),
+    ],
+)
+def test_codes_that_cannot_be_are_refused(words: tuple[str, ...], expected: str, capsys: Captured) -> None:
+    assert main(["plan", "--model", "gpt2", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
 # -- without torch ---------------------------------------------------------------------------------
 
 
@@ -250,6 +331,7 @@ def test_presets_and_known_families_need_no_torch(tmp_path: Path) -> None:
         ("--model", "llama3-8b", "--world", "64"),
         ("--model", "gpt2", "--world", "8", "--json"),
         ("--model", "gpt2", "--fsdp", "8", "--tp", "2"),
+        ("--model", "gpt2", "--world", "8", "--quantize", "mxfp8"),
         ("--model", str(tmp_path), "--world", "8"),
         ("--model", str(tmp_path / "config.json"), "--world", "8"),
     ):

@@ -25,6 +25,7 @@ from layerwise.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    PrecisionConfig,
     RoutingConfig,
     ScheduleConfig,
 )
@@ -51,6 +52,7 @@ class TrainCommand:
     routing: tyro.conf.FlagConversionOff[RoutingConfig] = field(default_factory=RoutingConfig)
     schedule: tyro.conf.FlagConversionOff[ScheduleConfig] = field(default_factory=ScheduleConfig)
     parallel: tyro.conf.FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
+    precision: tyro.conf.FlagConversionOff[PrecisionConfig] = field(default_factory=PrecisionConfig)
     train: tyro.conf.FlagConversionOff[LoopConfig] = field(default_factory=LoopConfig)
     checkpoint: tyro.conf.FlagConversionOff[CheckpointConfig] = field(default_factory=CheckpointConfig)
 
@@ -117,6 +119,11 @@ class PlanCommand:
     four side by side, and which of them auto takes."""
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of all params. None: the model's own, bf16 for presets."""
+    quantize: Literal["mxfp8", "blockwise"] | None = None
+    """Keep the weights of linear layers and of experts as codes of eight bits, as layerwise.quantize() does. None: as a
+    config of the trainer has it."""
+    skip: Annotated[str, tyro.conf.arg(metavar="GLOBS")] = ""
+    """Params that --quantize leaves as they are, with commas between them."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are accumulated and reduced."""
     bucket_mib: Annotated[float | None, tyro.conf.arg(metavar="MIB")] = None
@@ -279,6 +286,8 @@ def _plan(command: PlanCommand) -> int:
         tensor_parallel=command.tp,
         layout=command.layout,
         param_dtype=DType(command.param_dtype) if command.param_dtype is not None else None,
+        quantize=command.quantize,
+        skip=tuple(filter(None, (glob.strip() for glob in command.skip.split(",")))),
         grad_dtype=DType(command.grad_dtype),
         bucket_mib=command.bucket_mib,
         rule=command.rule,

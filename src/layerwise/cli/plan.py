@@ -24,8 +24,10 @@ from layerwise.errors import ConfigError, Problem, did_you_mean
 from layerwise.layout.choice import Choice
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.placing import MeshSizes, is_stack
+from layerwise.layout.quantizing import is_product, quantized_table
 from layerwise.layout.schedule import Phase
 from layerwise.layout.storage import BufferKey
+from layerwise.planner.codes import Codes, codes_of
 from layerwise.planner.hf_config import UnknownFamilyError, hf_table
 from layerwise.planner.presets import PRESETS, preset
 from layerwise.planner.report import Column, Comparison, Setting, compare
@@ -44,7 +46,7 @@ def run(request: PlanRequest) -> int:
     try:
         with _without_collector():
             layouts = checked_layouts(request)
-            table = _table_for(request)
+            table = _quantized(_table_for(request), request)
             comparison = _compared(table, request, layouts)
     except ConfigError as error:
         complain(str(error))
@@ -113,7 +115,7 @@ def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
     is."""
     if source.kind is ModelKind.TRAINER:
         config = load_settings(source.path or source.word, ()).config
-        table = _blamed_on(source.word, lambda: _trainer_table(config, request.local_experts))
+        table = _blamed_on(source.word, lambda: _trainer_table(config, request))
     else:
         module = build_model(source, TrainConfig())
         from layerwise.models.table import param_table  # imports torch, which is there by now
@@ -130,7 +132,7 @@ def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
     return ParamTable(tuple(replace(param, dtype=request.param_dtype) for param in table))
 
 
-def _trainer_table(config: TrainConfig, expert_parallel: int) -> ParamTable:
+def _trainer_table(config: TrainConfig, request: PlanRequest) -> ParamTable:
     from layerwise.cli.meta import shapes_only
     from layerwise.comm.dispatch import ExpertRanks
     from layerwise.models.table import param_table, torch_dtype
@@ -139,8 +141,27 @@ def _trainer_table(config: TrainConfig, expert_parallel: int) -> ParamTable:
     if config.parallel.pp > 1:
         note(f"note: parallel.pp = {config.parallel.pp} is left aside: the plan is for the whole model as one stage.")
     with shapes_only():
-        module = GPT(resolve_model(config.model), experts=ExpertRanks(group=None, rank=0, world=expert_parallel))
-    return param_table(module.to(torch_dtype(DType(config.train.precision))))
+        module = GPT(resolve_model(config.model), experts=ExpertRanks(group=None, rank=0, world=request.local_experts))
+    table = param_table(module.to(torch_dtype(DType(config.train.precision))))
+    recipe = config.precision.param_gather
+    is_asked = request.quantize is not None or request.param_dtype is not None or request.sizes is not None
+    return table if recipe == "none" or is_asked else quantized_table(table, recipe)
+
+
+def _quantized(table: ParamTable, request: PlanRequest) -> ParamTable:
+    """The table with what `--quantize` keeps as codes."""
+    if request.quantize is None:
+        return table
+    found = sorted({str(param.dtype) for param in table if is_product(param) and param.dtype is not DType.BF16})
+    if found:
+        what = f"codes are made of bf16, and params are {' and '.join(found)}. Add --param-dtype bf16."
+        raise ConfigError([Problem("--quantize", what)])
+    try:
+        return quantized_table(table, request.quantize, request.skip, request.model)
+    except ValueError as error:
+        raise ConfigError(
+            [Problem("--quantize", f"{error} Here that is --skip, with commas between globs.")]
+        ) from error
 
 
 def _check_experts(table: ParamTable, request: PlanRequest) -> None:
@@ -208,6 +229,7 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
             "bucket_mib": request.bucket_mib,
         },
         "hardware": {"tflops": setting.options.hardware.ns_tflops, "link_gb_s": setting.options.hardware.link_gb_s},
+        "quantized": None if (codes := codes_of(table)) is None else codes.to_json(),
         "mesh": None if setting.sizes is None else setting.sizes._asdict(),
         "sent_by_torch": None if setting.sizes is None else _torch_traffic(comparison, setting.sizes).to_json(),
         "layouts": [column.to_json() for column in comparison.columns],
@@ -253,6 +275,7 @@ def _title(request: PlanRequest, comparison: Comparison) -> str:
         "gradients released once reduced" if setting.options.shard_grads else "",
         "slots in idle gradients" if setting.options.staging == "gradients" else "",
         f"buckets of {request.bucket_mib:g} MiB" if request.bucket_mib is not None else "",
+        f"weights kept as {codes.recipe}" if (codes := codes_of(table)) is not None else "",
     ]
     return (
         f"{request.model}: {len(table)} params, {format_count(elements)} elements, {comparison.matrices} matrices on "
@@ -322,6 +345,9 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         yield "* auto takes flat: there is nothing to choose, no matrix is held by more than one rank"
     for layout, why in comparison.left_out.items():
         yield f"without {layout}: {why}"
+    codes = codes_of(comparison.table)
+    if codes is not None:
+        yield _saving(codes)
     sizes = comparison.setting.sizes
     if sizes is not None:
         sent = _torch_traffic(comparison, sizes)
@@ -338,3 +364,17 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     )
     if comparison.hint is not None:
         yield f"hint: {comparison.hint}"
+
+
+def _saving(codes: Codes) -> str:
+    """What codes cost and save, as a line: against a replica from which they are made at use, and one that has them too."""
+
+    def against(other: int) -> str:
+        apart = f"{format_nbytes(abs(other - codes.nbytes))} {'less' if codes.nbytes <= other else 'more'}"
+        return f"{apart} than the {format_nbytes(other)} of"
+
+    return (
+        f"{codes.recipe} keeps {format_count(codes.elements)} elements of {codes.params} params as codes, {codes.nbytes / codes.elements:.2f} "
+        f"bytes each: {format_nbytes(codes.nbytes)}, {against(codes.bf16_nbytes)} a bf16 replica that is quantised at every use, and "
+        f"{against(codes.cached_nbytes)} one with the codes beside it"
+    )

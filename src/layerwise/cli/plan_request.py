@@ -32,6 +32,9 @@ class PlanRequest:
     layout: str = _ALL
     param_dtype: DType | None = None
     """None: what the model says, bf16 for presets."""
+    quantize: str | None = None
+    """The recipe by which weights are kept as codes; None: as a config of the trainer has it."""
+    skip: tuple[str, ...] = ()
     grad_dtype: DType = DType.FP32
     bucket_mib: float | None = None
     rule: str = "muon"
@@ -61,6 +64,8 @@ class PlanRequest:
 def checked_layouts(request: PlanRequest) -> list[str] | None:
     """The layouts to compare, None for the usual ones; one `ConfigError` has everything that is wrong with the flags."""
     problems = [*_rank_problems(request)]
+    if request.skip and request.quantize is None:
+        problems.append(Problem("--skip", "is for --quantize: expected both or none of them."))
     positive = {
         "--bucket-mib": request.bucket_mib,
         "--tflops": request.hardware.ns_tflops,
@@ -107,6 +112,10 @@ def _rank_problems(request: PlanRequest) -> Iterator[Problem]:
         yield Problem("--world", f"expected {mesh.world}, the ranks of the mesh, got {request.world}. Leave it out.")
     if mesh.ep < 1 or mesh.fsdp * mesh.tp % mesh.ep:
         yield Problem("--ep", f"expected a divisor of --fsdp {mesh.fsdp} times --tp {mesh.tp}, got {mesh.ep}.")
+    if request.quantize is not None:
+        yield Problem(
+            "--quantize", "DTensor params cannot be quantised: plan it for layerwise.DataParallel, with --world."
+        )
     ours = {
         "--layout": request.layout != _ALL,
         "--bucket-mib": request.bucket_mib is not None,

@@ -253,6 +253,20 @@ def is_sharded(parallel: ParallelConfig) -> bool:
     return parallel.fsdp * parallel.replicate * parallel.tp != 1
 
 
+ParamGatherRecipe = Literal["none", "mxfp8", "blockwise"]
+BLOCK_MULTIPLES: dict[ParamGatherRecipe, int] = {"none": 1, "mxfp8": 32, "blockwise": 128}
+"""What rows and columns of a weight must be multiples of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """In how many bits the weights of linear layers and experts are kept."""
+
+    param_gather: ParamGatherRecipe = "none"
+    """mxfp8: as codes of eight bits, in blocks of 32 along rows and along columns. blockwise: in tiles of 128 x 128. bf16
+    travels, and every rank makes codes of it. none: in the dtype of train.precision."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
     """The training loop."""
@@ -315,6 +329,7 @@ class TrainConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -326,6 +341,7 @@ SECTIONS: dict[str, type] = {
     "routing": RoutingConfig,
     "schedule": ScheduleConfig,
     "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
     "train": LoopConfig,
     "checkpoint": CheckpointConfig,
 }
@@ -366,10 +382,15 @@ def mlp_width(model: ModelConfig) -> int:
     return automatic if model.hidden is None else model.hidden
 
 
+def expert_width(model: ModelConfig) -> int:
+    """Width of one expert, likewise."""
+    automatic = -(-mlp_width(model) // (model.top_k * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
+    return automatic if model.expert_hidden is None else model.expert_hidden
+
+
 def resolve_model(model: ModelConfig) -> ModelShape:
     """Fill in what the user left open; expects a validated config."""
     hidden = mlp_width(model)
-    automatic_expert = -(-hidden // (model.top_k * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
     return ModelShape(
         d_model=model.d_model,
         n_layers=model.n_layers,
@@ -383,7 +404,7 @@ def resolve_model(model: ModelConfig) -> ModelShape:
         fuse_gate_up=model.fuse_gate_up,
         n_experts=model.n_experts,
         top_k=model.top_k,
-        expert_hidden=automatic_expert if model.expert_hidden is None else model.expert_hidden,
+        expert_hidden=expert_width(model),
         moe_every=model.moe_every,
         router_penalty=model.router_penalty,
         rope_base=model.rope_base,

@@ -15,6 +15,7 @@ from typing import Any
 
 from layerwise.config.coefficients import check_coefficients
 from layerwise.config.parallelism import PARALLEL_CHECKS
+from layerwise.config.precision import block_problems, made_of_problems, wrapper_problems
 from layerwise.config.schema import (
     BYTE_VALUES,
     ModelConfig,
@@ -123,6 +124,9 @@ class _Watched:
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     lambda config: _model_problems(config.model),
     *PARALLEL_CHECKS,
+    made_of_problems,
+    wrapper_problems,
+    block_problems,
     lambda config: _optim_problems(config.optim),
     lambda config: _schedule_problems(config),
     lambda config: _data_problems(config),

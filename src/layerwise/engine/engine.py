@@ -386,6 +386,7 @@ class Engine:
         for replica in self.storage.replicas:
             if replica.ring is not None:
                 replica.ring.free()
+            replica.free_staging()
         if self.storage.device.type == "cuda":
             torch.cuda.empty_cache()
 

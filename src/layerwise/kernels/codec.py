@@ -24,11 +24,14 @@ same bits on every device, and by our own kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from layerwise.errors import warn
+from layerwise.kernels.facts import encoder_for
 from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2, BlockFormat, codes_nbytes
 
 __all__ = [
@@ -105,6 +108,11 @@ def encode(x: Tensor, format: BlockFormat) -> Codes:
 def encode_into(x: Tensor, out: Codes) -> None:
     """Leave the codes of x, of bf16 or fp32, in `out`."""
     _check(x, out, tuple(x.shape))
+    if _has_kernel(x, out):
+        from layerwise.kernels.triton_codec import fused_encode
+
+        fused_encode(x, out, None)
+        return
     _encode_into(x, out)
 
 
@@ -112,8 +120,13 @@ def encode_both_into(x: Tensor, rows: Codes, cols: Codes) -> None:
     """Leave the codes of x in `rows` and those of its transpose in `cols`."""
     _check(x, rows, tuple(x.shape))
     _check(x, cols, tuple(x.mT.shape))
-    _encode_into(x, rows)
-    _encode_into(x.mT, cols)
+    if rows.format == cols.format and _has_kernel(x, rows, cols):
+        from layerwise.kernels.triton_codec import fused_encode
+
+        fused_encode(x, rows, cols)
+        return
+    encode_into(x, rows)
+    encode_into(x.mT, cols)
 
 
 def decode(codes: Codes, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -134,6 +147,43 @@ def scale_numbers(codes: Codes) -> Tensor:
     exponents = codes.scales.to(torch.int32)
     bits = (exponents << _MANTISSA).masked_fill_(exponents == 0, 1 << (_MANTISSA - 1))  # 2^-127 is subnormal
     return bits.view(torch.float32).masked_fill_(exponents == _NAN_BYTE, float("nan"))
+
+
+def _has_kernel(x: Tensor, *outs: Codes) -> bool:
+    """Whether our own kernel can write these codes."""
+    if not all(tensor.is_contiguous() for out in outs for tensor in (out.values, out.scales)):
+        return False
+    format = outs[0].format
+    return encoder_for(x.device, format, tuple(x.shape)).backend == "triton" and _is_exact(x.device, format)
+
+
+@cache
+def _is_exact(device: torch.device, format: BlockFormat) -> bool:
+    """Whether our own kernel writes torch's bits on this device: tried once, on numbers of every kind. It is made of
+    instructions that compilers and cards have changed before."""
+    from layerwise.kernels.triton_codec import fused_encode
+
+    bits = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)  # all there are
+    spread = bits[torch.randperm(bits.numel(), generator=torch.Generator().manual_seed(0)).to(device)]
+    finite = spread.nan_to_num(1.0, 2.0, -2.0).view(2, 128, 256)
+    for x in (finite, spread.view(2, 128, 256), finite[:, :100, :150].contiguous()):
+        found, expected = ([Codes.empty(tuple(y.shape), format, device) for y in (x, x.mT)] for _ in range(2))
+        try:
+            fused_encode(x, found[0], found[1])
+        except Exception as error:
+            warn(f"our own kernel for codes does not run here, torch writes them: {type(error).__name__}: {error}.")
+            return False
+        for y, out in zip((x, x.mT), expected, strict=True):
+            _encode_into(y, out)
+        if not all(map(_same_bits, found, expected)):
+            warn(f"our own kernel for codes of {format} has other bits than torch on {device}: torch writes them.")
+            return False
+    return True
+
+
+def _same_bits(one: Codes, other: Codes) -> bool:
+    pairs = ((one.values, other.values), (one.scales, other.scales))
+    return all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pairs)
 
 
 def _encode_into(x: Tensor, out: Codes) -> None:

@@ -7,7 +7,9 @@ from importlib import metadata
 
 import torch
 
+from layerwise.kernels.encoders import Encoder, choose_encoder
 from layerwise.kernels.products import Products, choose_products
+from layerwise.layout.recipes import BlockFormat
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -15,10 +17,9 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 @cache
 def products_for(device: torch.device, input_dtype: torch.dtype, dtype: torch.dtype) -> Products:
     """Who multiplies matrices of `input_dtype` on this device when Newton-Schulz is to run in `dtype`, and why."""
-    is_cuda = device.type == "cuda" and torch.version.cuda is not None
     return choose_products(
         device=device.type,
-        capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        capability=_capability(device),
         triton=_triton_version(),
         input_dtype=_NAMES.get(input_dtype, str(input_dtype)),
         dtype=_NAMES.get(dtype, str(dtype)),
@@ -30,6 +31,20 @@ def has_own_kernels(device: torch.device) -> bool:
     return products_for(device, torch.bfloat16, torch.bfloat16).backend == "triton"
 
 
+def encoder_for(device: torch.device, format: BlockFormat, shape: tuple[int, ...]) -> Encoder:
+    """Who writes the codes of a tensor of this shape on this device, and why."""
+    return choose_encoder(
+        device=device.type, capability=_capability(device), triton=_triton_version(), format=format, shape=shape
+    )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    is_cuda = device.type == "cuda" and torch.version.cuda is not None
+    return torch.cuda.get_device_capability(device) if is_cuda else None
+
+
+@cache
 def _triton_version() -> str | None:
     try:
         return metadata.version("triton")

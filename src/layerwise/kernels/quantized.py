@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,12 @@ from layerwise.kernels.quantized_products import product
 from layerwise.layout.recipes import Recipe
 
 _aten = torch.ops.aten
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _in_eager(function: _Function) -> _Function:
+    """A function that torch.compile does not trace: a graph would keep what it saw of codes, and read that for ever."""
+    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Stored:
@@ -208,8 +214,7 @@ class QuantizedTensor(Tensor):
             found = known(*args, **(kwargs or {}))
             if found is not NotImplemented:
                 return found
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return _with_values(func, *args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -238,6 +243,13 @@ class QuantizedTensor(Tensor):
         func(values, *rest[0], **rest[1])
         target.stored.write(values)
         return target
+
+
+@_in_eager
+def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Whatever is no product, as torch does it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def _base(stored: Stored, device: torch.device) -> QuantizedTensor:
@@ -333,6 +345,7 @@ def _compute(x: Tensor, weight: QuantizedTensor, *, by_rows: bool) -> Tensor:
     return found
 
 
+@_in_eager
 def _linear(x: Any, weight: Any, bias: Tensor | None = None) -> Any:
     if isinstance(x, QuantizedTensor) or not isinstance(weight, QuantizedTensor) or weight.dim() != 2:
         return NotImplemented
@@ -340,6 +353,7 @@ def _linear(x: Any, weight: Any, bias: Tensor | None = None) -> Any:
     return out if bias is None else out + bias.to(out.dtype)
 
 
+@_in_eager
 def _matmul(x: Any, weight: Any) -> Any:
     if isinstance(x, QuantizedTensor) or not isinstance(weight, QuantizedTensor):
         return NotImplemented
@@ -350,12 +364,14 @@ def _matmul(x: Any, weight: Any) -> Any:
     return _compute(x, weight, by_rows=False)
 
 
+@_in_eager
 def _unbind(stack: Any, dim: int = 0) -> Any:
     if dim != 0 or stack.dim() != 3:
         return NotImplemented
     return _Unbind.apply(stack)  # type: ignore[no-untyped-call]
 
 
+@_in_eager
 def _getitem(stack: Any, number: Any) -> Any:
     if not isinstance(number, int) or isinstance(number, bool) or stack.dim() != 3:
         return NotImplemented

@@ -11,7 +11,7 @@ _compiled: dict[tuple[object, ...], Any] = {}
 def launch(
     kernel: Any,
     key: tuple[object, ...],
-    programs: int,
+    programs: int | tuple[int, int, int],
     arguments: tuple[object, ...],
     *,
     warps: int,
@@ -20,11 +20,12 @@ def launch(
 ) -> None:
     """Launch a kernel; from the second time on without Triton's look at every argument, which takes as long as a small
     product does. `registers` bounds those of a thread, so that more programs run beside each other."""
+    grid = (programs, 1, 1) if isinstance(programs, int) else programs
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*arguments)
+        compiled[grid](*arguments)
         return
     bound = {} if registers is None else {"maxnreg": registers}
-    compiled = kernel[(programs,)](*arguments, num_warps=warps, num_stages=stages, **bound)
+    compiled = kernel[grid](*arguments, num_warps=warps, num_stages=stages, **bound)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled

@@ -55,6 +55,14 @@ class Replica:
     # Where a gather lands elsewhere than where forward reads, it needs staging memory.
 
     @property
+    def staging(self) -> Sequence[Tensor]:
+        """All slots of the ring that gathers may need."""
+        return ()
+
+    def free_staging(self) -> None:
+        """Let go of slots that no gather has."""
+
+    @property
     def is_lent(self) -> bool:
         """Whether a gather has the gradient's memory now."""
         return False

@@ -114,6 +114,13 @@ class StagedReplica(Replica):
         return tuple(tensor for param in self.kept for tensor in param.held)
 
     @property
+    def staging(self) -> Sequence[Tensor]:
+        return self.slots.tensors
+
+    def free_staging(self) -> None:
+        self.slots.free()
+
+    @property
     def is_lent(self) -> bool:
         return self._is_lent
 

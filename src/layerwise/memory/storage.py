@@ -349,6 +349,6 @@ class Storage:
             yield from (shard.update, shard.master, *shard.state.values())
             yield from () if shard.weight is None else (shard.weight,)
         for replica in self.replicas:
-            yield from (*replica.held, replica.grad_shard)
+            yield from (*replica.held, *replica.staging, replica.grad_shard)
             yield from () if replica.grad is None else (replica.grad,)
             yield from () if replica.ring is None else replica.ring.tensors

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from layerwise.errors import did_you_mean, listed
 from layerwise.kernels.quantized import QuantizedTensor, Stored, recipe_of
-from layerwise.layout.recipes import RECIPES, Recipe
+from layerwise.layout.quantizing import block_problem, kept_as_codes, recipe_named
+from layerwise.layout.recipes import Recipe
 from layerwise.models import names
 from layerwise.models.table import param_table
-from layerwise.routing.refusals import RefusedError
-from layerwise.routing.rules import route_param
-from layerwise.routing.spec import ModuleKind, ParamSpec
+from layerwise.routing.spec import ParamSpec
 
 
 def quantize(module: nn.Module, recipe: str = "mxfp8", *, skip: Sequence[str] = ()) -> nn.Module:
@@ -30,28 +28,15 @@ def quantize(module: nn.Module, recipe: str = "mxfp8", *, skip: Sequence[str] = 
             scales).
         skip: globs of params that stay as they are.
     """
-    if isinstance(skip, str):
-        raise TypeError(f"skip={skip!r}: expected a list of globs, as in skip=[{skip!r}].")
-    chosen = _recipe_of(recipe)
+    chosen = recipe_named(recipe)
     params = dict(names.named_parameters(module))
-    wanted = [
-        spec
-        for spec in param_table(module)
-        if _is_product(spec) and not any(fnmatchcase(spec.fqn, glob) for glob in skip)
-    ]
-    for glob in skip:
-        if not any(fnmatchcase(fqn, glob) for fqn in params):
-            raise ValueError(f"skip={glob!r} matches no param of {type(module).__name__}." + did_you_mean(glob, params))
-    if not wanted:
-        raise ValueError(
-            f"{type(module).__name__} has no weight to quantise: expected linear layers or stacked experts that a matrix rule "
-            "manages, in blocks, and not all of them skipped."
-        )
-    problems = [text for spec in wanted if (text := _problem(spec, params[spec.fqn], chosen))]
-    if problems:
-        raise ValueError(
-            f"{recipe} cannot keep {listed(problems)}. Name what is to stay as it is in skip=, as in skip=[{wanted[0].fqn!r}]."
-        )
+    wanted = kept_as_codes(
+        param_table(module),
+        chosen,
+        skip,
+        type(module).__name__,
+        lambda spec: _problem(spec, params[spec.fqn], chosen),
+    )
     modules = dict(names.named_modules(module, remove_duplicate=False))
     for spec in wanted:
         old = params[spec.fqn]
@@ -59,34 +44,27 @@ def quantize(module: nn.Module, recipe: str = "mxfp8", *, skip: Sequence[str] = 
         for fqn in (spec.fqn, *spec.aliases):
             holder, _, name = fqn.rpartition(".")
             setattr(modules[holder], name, made)
+            _made.setdefault(modules[holder], {})[name] = chosen.name
     return module
 
 
-def _recipe_of(name: object) -> Recipe:
-    found = RECIPES.get(name) if isinstance(name, str) else None
-    if found is None:
-        raise ValueError(
-            f"recipe must be one of {', '.join(RECIPES)}, got {name!r}."
-            + (did_you_mean(name, RECIPES) if isinstance(name, str) else "")
-        )
-    return found
+_made: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+"""Names and recipes of the params that were made codes, by their module. torch's fully_shard() puts others in their place, with
+what the codes stood for, and without a word."""
 
 
-def _is_product(spec: ParamSpec) -> bool:
-    """Whether a param is the weight of a product that is worth it: what a matrix rule manages, and no router."""
-    if not spec.trainable or spec.routes_to or spec.stands_for or len(spec.shape) not in (2, 3):
-        return False
-    is_linear = len(spec.shape) == 2 and spec.module_kind is ModuleKind.LINEAR
-    try:
-        found = route_param(spec)
-    except RefusedError:  # how it splits is for a rule to say, and no matter here
-        return is_linear
-    return found.family == "matrix" and (is_linear or (len(spec.shape) == 3 and len(found.matrices) > 1))
+def first_quantized(module: nn.Module) -> tuple[str, str] | None:
+    """The fqn and the recipe of a param that is kept as codes, or was before torch cut it; None where there is none."""
+    for prefix, holder in names.named_modules(module):
+        for name, param in holder._parameters.items():
+            cut = _made.get(holder, {}).get(name, "") if hasattr(param, "placements") else ""
+            if param is not None and (recipe := recipe_of(param) or cut):
+                return names.joined(prefix, name), recipe
+    return None
 
 
 def _problem(spec: ParamSpec, param: nn.Parameter, recipe: Recipe) -> str:
     """Why a param cannot be quantised, with its name; nothing if it can."""
-    rows, cols = spec.shape[-2:]
     if type(param) is not nn.Parameter:
         what = f"quantised by {recipe_of(param)} already" if recipe_of(param) else f"a {type(param).__name__}"
         return f"{spec.fqn} (it is {what}, expected a plain param of a module that nobody has wrapped or cut)"
@@ -94,6 +72,4 @@ def _problem(spec: ParamSpec, param: nn.Parameter, recipe: Recipe) -> str:
         return f"{spec.fqn} (it is {param.dtype}, expected torch.bfloat16: call module.bfloat16() first)"
     if param.device.type == "meta":
         return f"{spec.fqn} (it is on the meta device and has no values: masters begin with them)"
-    if rows % recipe.multiple or cols % recipe.multiple:
-        return f"{spec.fqn} ({rows} x {cols}, expected multiples of {recipe.multiple}, the length of a block)"
-    return ""
+    return block_problem(spec, recipe)

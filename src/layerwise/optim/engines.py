@@ -31,6 +31,7 @@ from layerwise.errors import StateError
 from layerwise.layout.options import Memory, Options
 from layerwise.models.forward.evidence import evidence_for
 from layerwise.models.names import unwrapped
+from layerwise.models.quantizing import first_quantized
 from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.routing.rules import RouteRule
 
@@ -65,6 +66,7 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
         raise TypeError(
             f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
         )
+    _refuse_codes(model)
     ddp = _reduced_by(model)
     if ddp is not None:
         return _engine_of_ddp(ddp, asked)
@@ -85,6 +87,17 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
         )
     groups = alone()
     return Engine((model,), groups, _agreed(groups, model, asked, memory="params"))
+
+
+def _refuse_codes(model: nn.Module) -> None:
+    """Raise for a param that is kept as codes: here nobody would make new ones of what a step leaves."""
+    found = first_quantized(model)
+    if found is not None:
+        fqn, recipe = found
+        raise ValueError(
+            f"param {fqn!r} is quantised ({recipe}), and the model is a {type(model).__name__}: only a wrapper of ours makes codes of "
+            "what a step leaves. Wrap it: layerwise.DataParallel(module), in place of DistributedDataParallel or fully_shard()."
+        )
 
 
 def refuse_unfit(engine: Engine, asked: Asked) -> None:

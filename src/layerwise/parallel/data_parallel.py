@@ -298,8 +298,8 @@ class DataParallel(nn.Module):
 
     def free_buffers(self) -> None:
         """Let go of all staging memory, to the last byte that other processes could use, as before a checkpoint is written.
-        Gathers that are on their way arrive all the same: they write into the weights themselves. The next step takes
-        staging memory again."""
+        Gathers that are on their way arrive all the same: they write into the weights themselves, or keep the slot that they
+        have until they are codes. The next step takes staging memory again."""
         self.engine.free_buffers()
 
     def pull_from_replicas(self) -> None:

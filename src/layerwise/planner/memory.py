@@ -18,9 +18,10 @@ from layerwise.layout.choice import spread
 from layerwise.layout.cost import newton_schulz_workspace
 from layerwise.layout.exchange import received_numel
 from layerwise.layout.plan import Plan
+from layerwise.layout.recipes import RECIPES
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
-from layerwise.layout.storage import GRAD_SLOTS, BucketPlan, BufferPlan
+from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS, BucketPlan, BufferPlan
 from layerwise.layout.work import WorkPlan
 from layerwise.planner.rules import Rules, wire_dtypes_for
 from layerwise.planner.timing import numbers_of
@@ -33,7 +34,8 @@ class Memory:
     """Bytes of one rank."""
 
     params: int
-    """Replicas, padding included, and frozen params."""
+    """Replicas, padding included, and frozen params. Of a bucket with params that are kept as codes: those, in all directions
+    that products need, and the others alone."""
     grads: int
     """Full gradients (or the slots they are leased from; the params' own, where others reduce them), shards apart from them,
     and the fp32 copies that updates are computed in where gradients are narrower."""
@@ -42,8 +44,9 @@ class Memory:
     state: int
     """Momenta and second moments."""
     slots: int
-    """Staging: the ring of the exchange, which stays until it is freed, and at the worst moment what a reduction receives or
-    the matrices of one cohort and what became of them."""
+    """Staging: the ring of the exchange and the slots in which gathers land that become codes, where no gradient is there to
+    be lent, which both stay until they are freed; and at the worst moment what a reduction receives or the matrices of one
+    cohort and what became of them."""
     workspace: int
     """What Newton-Schulz needs for itself at that moment, on kernels of our own: a GPU's."""
 
@@ -108,7 +111,7 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
         world = plan.world_by_domain[buffer.key.domain]
         held = spread(_shard_numels(buffer.buckets, world), plan.world)
         each = _bytes_per_held_element(plan, buffer)
-        params += buffer.numel * buffer.key.dtype.itemsize
+        params += _replica_nbytes(plan, buffer)
         full += _full_grads(plan, buffer)
         masters = _plus(masters, held, 0 if buffer.key.dtype is DType.FP32 else _FP32)
         grads = _plus(grads, held, each)
@@ -134,7 +137,8 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
             passages.append([spread(passage, plan.world) for passage in _passages(plan, work, schedule, sizes)])
     grads = [full + apart for apart in grads]
     staged = list(map(max, reducing, batches))
-    slots = map(add, staged, _own_slots(plan, passages))
+    landing = _landing_slots(plan)
+    slots = [come_and_go + own + landing for come_and_go, own in zip(staged, _own_slots(plan, passages), strict=True)]
     workspace = map(sub, map(max, staged, at_work), staged)
     return zip([params + mine for mine in own], grads, masters, state, slots, workspace, strict=True)
 
@@ -178,6 +182,36 @@ def _shard_numels(buckets: Iterable[BucketPlan], world: int) -> list[int]:
         else:
             uneven = list(map(add, uneven, numels))
     return [numel + everywhere for numel in uneven]
+
+
+def _replica_nbytes(plan: Plan, buffer: BufferPlan) -> int:
+    """What every rank keeps of a buffer for forward to read."""
+    itemsize = buffer.key.dtype.itemsize
+    kept = 0
+    for bucket in buffer.buckets:
+        if not bucket.is_staged:
+            kept += bucket.numel * itemsize
+            continue
+        for placement in bucket.placements:
+            recipe = RECIPES.get(placement.recipe)
+            kept += (
+                placement.numel * itemsize if recipe is None else recipe.nbytes(plan.table.find(placement.fqn).shape)
+            )
+    return kept
+
+
+def _landing_slots(plan: Plan) -> int:
+    """Slots for gathers of buckets that become codes and have no idle gradient to land in. They are alike, so that any
+    bucket may have any of them."""
+    staged = [bucket for bucket in plan.buckets if bucket.is_staged]
+    in_slots = [bucket for bucket in staged if _lends_no_gradient(plan, plan.buffers[bucket.buffer])]
+    if not in_slots:
+        return 0
+    return min(STAGING_SLOTS, len(in_slots)) * max(bucket.numel for bucket in staged) * DType.BF16.itemsize
+
+
+def _lends_no_gradient(plan: Plan, buffer: BufferPlan) -> bool:
+    return not buffer.has_grads or plan.leases_grads(buffer)
 
 
 def _is_ordered(buffer: BufferPlan) -> bool:

@@ -303,6 +303,9 @@ def _wrapped(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
     """The model in a `DataParallel`."""
     grid = joining.arrange(ranks, pp=config.parallel.pp, ep=config.parallel.ep)
     chunks = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
+    if config.precision.param_gather != "none":
+        for chunk in chunks:
+            layerwise.quantize(chunk, config.precision.param_gather)
     model = layerwise.DataParallel(
         chunks if len(chunks) > 1 else chunks[0],
         layout=config.parallel.layout,

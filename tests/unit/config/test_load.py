@@ -120,7 +120,7 @@ def test_all_problems_of_file_and_flags_come_at_once(write) -> None:  # type: ig
         file, "--train.stesp", "3", "--trian.steps", "3", "--train.seed", "x", "--optim.lr", "--zzz.y", "1"
     )
     assert found == [
-        f"{file}: speed: unknown section. Known: checkpoint, data, model, optim, parallel, routing, schedule, train.",
+        f"{file}: speed: unknown section. Known: checkpoint, data, model, optim, parallel, precision, routing, schedule, train.",
         f"{file}: modle: unknown section. Did you mean 'model'?",
         f"{file}: model.d_modle: unknown setting. Did you mean 'd_model'?",
         f"{file}: model.n_heads: expected an integer, got '4'.",
@@ -136,7 +136,7 @@ def test_all_problems_of_file_and_flags_come_at_once(write) -> None:  # type: ig
         "--trian.steps: unknown section 'trian'. Did you mean 'train'?",
         "--train.seed: expected an integer, got 'x'.",
         "--optim.lr: has no value: expected a number.",
-        "--zzz.y: unknown section 'zzz'. Known: checkpoint, data, model, optim, parallel, routing, schedule, train.",
+        "--zzz.y: unknown section 'zzz'. Known: checkpoint, data, model, optim, parallel, precision, routing, schedule, train.",
     ]
 
 

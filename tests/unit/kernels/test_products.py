@@ -16,7 +16,7 @@ from layerwise.kernels.facts import products_for
 from layerwise.kernels.products import Products, choose_products
 
 ROOT = Path(__file__).parents[3]
-INTERPRETED = ("tests/gpu/test_products.py", "tests/gpu/test_elementwise.py", "tests/gpu/test_stats.py")
+INTERPRETED = [f"tests/gpu/test_{name}.py" for name in ("products", "elementwise", "stats", "codec")]
 HOPPER: dict[str, object] = {
     "device": "cuda",
     "capability": (9, 0),

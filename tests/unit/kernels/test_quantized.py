@@ -15,7 +15,8 @@ import layerwise
 from layerwise.errors import StateError
 from layerwise.kernels.quantized import QuantizedTensor, Stored, stored_of
 from layerwise.layout.recipes import RECIPES
-from tests.reference.codes import E4M3, encode
+from tests.quantizing import codes_of
+from tests.reference.block_formats import numbers
 
 SIZES = {"mxfp8": (64, 96), "blockwise": (128, 256)}
 BLOCKS = {"mxfp8": (1, 32), "blockwise": (128, 128)}
@@ -23,13 +24,14 @@ BLOCKS = {"mxfp8": (1, 32), "blockwise": (128, 128)}
 
 def meant(values: Tensor, recipe: str) -> Tensor:
     """The numbers that codes of values stand for, by the oracle, in bf16."""
-    codes, scales = encode(values, recipe)
+    codes, scales = codes_of(values, recipe)
     tall, wide = BLOCKS[recipe]
     factors = (
-        (2.0 ** (scales - 127) if recipe == "mxfp8" else scales).repeat_interleave(tall, -2).repeat_interleave(wide, -1)
+        (2.0 ** (scales.double() - 127) if recipe == "mxfp8" else scales)
+        .repeat_interleave(tall, -2)
+        .repeat_interleave(wide, -1)
     )
-    numbers = E4M3[(codes & 127).long()] * torch.where(codes > 127, -1.0, 1.0)
-    return (numbers.float() * factors.float()).bfloat16()
+    return (torch.from_numpy(numbers("e4m3"))[codes.long()].float() * factors.float()).bfloat16()
 
 
 def rounded(x: Tensor, recipe: str) -> Tensor:

@@ -11,6 +11,8 @@ from layerwise.config.rules import AdaMuon, AdamW, Lion, Muon, NorMuon
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
+from layerwise.layout.quantizing import quantized_table
+from layerwise.planner.codes import codes_of
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.presets import preset
 from layerwise.planner.rules import Rules, schedule_for, wire_dtypes_for
@@ -157,3 +159,43 @@ def test_many_cohorts_of_what_every_rank_does_cost_no_time() -> None:
     found = planned(table, world=5000, layout="replicated", cohort_numel=1)
     assert time.process_time() - started < 2.0
     assert {memory.slots for memory in found} == {2 * 4096 * 2}
+
+
+# -- weights that are kept as codes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "params"),
+    [("mxfp8", 2 * 64 * (64 + 2) + 4096 * 2), ("blockwise", 128 * 128 + 4)],  # 2 directions, a scale for 32
+)
+def test_codes_by_hand(recipe: str, params: int) -> None:
+    skip = ["b.weight"] if recipe == "mxfp8" else []
+    table = TWO if recipe == "mxfp8" else table_of([("a.weight", (128, 128))])
+    kept = quantized_table(table, recipe, skip)
+    plain, found = planned(table, world=2, layout="flat")[0], planned(kept, world=2, layout="flat")[0]
+    assert found.params == params
+    assert (found.grads, found.masters, found.state, found.slots) == (
+        plain.grads,
+        plain.masters,
+        plain.state,
+        plain.slots,
+    )
+    assert planned(kept, world=2, layout="flat", param_gather="bf16") == planned(table, world=2, layout="flat")
+
+
+@pytest.mark.parametrize(("bucket_numel", "slots"), [(None, 1), (4096, 2), (1024, 2)])
+def test_gathers_that_no_gradient_is_lent_to_have_two_slots(bucket_numel: int | None, slots: int) -> None:
+    options: dict[str, Any] = {"layout": "flat", "shard_grads": True, "bucket_numel": bucket_numel}
+    three = table_of([(f"{name}.weight", (64, 64)) for name in "abc"]) if bucket_numel == 1024 else TWO
+    plain = planned(three, world=2, **options)[0]
+    found = planned(quantized_table(three, "mxfp8"), world=2, **options)[0]
+    longest = 8192 if bucket_numel is None else 4096
+    assert found.slots == plain.slots + slots * longest * 2
+
+
+def test_a_preset_with_codes_is_what_its_line_says() -> None:
+    table = quantized_table(preset("llama3-8b"), "blockwise")
+    codes = codes_of(table)
+    assert codes is not None
+    plain, found = (planned(one, world=8, layout="flat")[0].params for one in (preset("llama3-8b"), table))
+    assert plain - found == pytest.approx(codes.bf16_nbytes - codes.nbytes, rel=1e-5)  # but for padding

@@ -1,0 +1,113 @@
+"""Bandwidth of writing codes of both directions on a GPU, beside a device copy of as many bytes in the same run.
+
+    python benchmarks/codec.py
+    python benchmarks/codec.py --tiles    # other tiles beside those in use, printed only
+
+Bytes are those of bf16 read once and of codes and scales written once; medians, with a cold cache before every launch.
+`of_copy` is the rate over that of a copy that reads and writes as many bytes, `of_large_copy` over that of a copy of
+gigabytes. Writes benchmarks/results/codec.json.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.testing import do_bench
+
+from layerwise.kernels import codec
+from layerwise.kernels.codec import Codes, encode_both_into
+from layerwise.kernels.encoders import EncoderTile
+from layerwise.kernels.triton_codec import fused_encode
+from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2, BlockFormat
+
+RESULTS = Path(__file__).parent / "results" / "codec.json"
+FORMATS = {"mx e4m3": MX_E4M3, "mx e5m2": MX_E5M2, "fp8 1x128": FP8_ROWS, "fp8 128x128": FP8_TILES}
+SHAPES = [(4096, 14336), (8192, 8192), (8, 2048, 2048), (1024, 4096)]
+
+
+def device_ms(call: Callable[[], object]) -> float:
+    call()
+    return float(do_bench(call, warmup=10, rep=60, return_mode="median"))
+
+
+def copy_tb_s(nbytes: int) -> float:
+    """The rate of a copy that reads and writes so many bytes together."""
+    source = torch.randint(0, 255, (nbytes // 2,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / device_ms(lambda: target.copy_(source)) / 1e9
+
+
+def torch_both(x: torch.Tensor, rows: Codes, cols: Codes) -> None:
+    """The definition, as torch runs it."""
+    codec._encode_into(x, rows)
+    codec._encode_into(x.mT, cols)
+
+
+def measure(name: str, format: BlockFormat, shape: tuple[int, ...], large: float) -> dict[str, Any]:
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    rows, cols = Codes.empty(shape, format, "cuda"), Codes.empty(tuple(x.mT.shape), format, "cuda")
+    nbytes = x.nbytes + rows.nbytes + cols.nbytes
+    ms = device_ms(lambda: encode_both_into(x, rows, cols))
+    rate, copy = nbytes / ms / 1e9, copy_tb_s(nbytes)
+    return {
+        "format": name,
+        "shape": list(shape),
+        "ms": round(ms, 4),
+        "torch_ms": round(device_ms(lambda: torch_both(x, rows, cols)), 3),
+        "tb_s": round(rate, 3),
+        "copy_tb_s": round(copy, 3),
+        "of_copy": round(rate / copy, 3),
+        "of_large_copy": round(rate / large, 3),
+    }
+
+
+def sweep() -> None:
+    """Of tiles, warps and registers, the rate for every shape."""
+    sides, registers = [(64, 64), (64, 128), (128, 64), (128, 128)], [None, 128, 96, 80, 64]
+    for name, format in FORMATS.items():
+        for (tall, wide), bound, elements in product(sides, registers, (32, 64)):
+            if tall % max(format.block) or wide % max(format.block):
+                continue
+            tile, rates = EncoderTile(tall, wide, tall * wide // elements // 32, bound), []
+            for shape in SHAPES:
+                x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+                rows, cols = Codes.empty(shape, format, "cuda"), Codes.empty(tuple(x.mT.shape), format, "cuda")
+                ms = device_ms(lambda x=x, rows=rows, cols=cols, tile=tile: fused_encode(x, rows, cols, tile))
+                rates.append(round((x.nbytes + rows.nbytes + cols.nbytes) / ms / 1e9, 2))
+            print(name, tile, rates, flush=True)
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    if "--tiles" in sys.argv:
+        sweep()
+        return 0
+    large = copy_tb_s(2**33)
+    report = {
+        "command": "python benchmarks/codec.py",
+        "host": {
+            "gpu": torch.cuda.get_device_name(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+        "large_copy_tb_s": round(large, 3),
+        "rows": [measure(name, format, shape, large) for name, format in FORMATS.items() for shape in SHAPES],
+        "large_copy_tb_s_after": round(copy_tb_s(2**33), 3),
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

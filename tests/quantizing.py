@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerwise
-from layerwise.kernels.quantized import stored_of
+from layerwise.kernels.stored import stored_of
 from layerwise.memory.replicas import ReplicaState
 from layerwise.routing.split import stack
 from tests.reference.block_formats import encoded

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from layerwise.errors import StateError
-from layerwise.kernels.quantized import Stored
+from layerwise.kernels.stored import Stored
 from tests.marks import sampled
 from tests.quantizing import Way, on_and_off, train
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise
-from layerwise.kernels.quantized import stored_of
+from layerwise.kernels.stored import stored_of
 from layerwise.memory.replicas import ReplicaState
 from layerwise.memory.staged import StagedReplica
 from tests.marks import sampled

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from layerwise.config.schema import PrecisionConfig, TrainConfig
-from layerwise.kernels.quantized import Stored
+from layerwise.kernels.stored import Stored
 from tests.distributed.trainer_jobs import Curve, small_config, train_on_rank
 from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import layerwise
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer
-from layerwise.kernels.quantized import Stored
+from layerwise.kernels.stored import Stored
 from layerwise.layout.storage import BucketPlan
 from layerwise.memory.staged import KeptCodes, StagedReplica
 from layerwise.models import quantizing

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import StateError
-from layerwise.kernels.quantized import Stored
+from layerwise.kernels.stored import Stored
 from layerwise.layout.storage import STAGING_SLOTS
 from layerwise.memory.replicas import Replica, ReplicaState
 

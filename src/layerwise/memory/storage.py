@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from layerwise.errors import StateError, listed
-from layerwise.kernels.quantized import stored_of
+from layerwise.kernels.stored import stored_of
 from layerwise.layout.plan import Plan
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, place_slots, usable

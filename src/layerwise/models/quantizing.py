@@ -8,10 +8,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from layerwise.kernels.quantized import QuantizedTensor, Stored, recipe_of
+from layerwise.kernels.stored import Stored, recipe_of
 from layerwise.layout.quantizing import block_problem, kept_as_codes, recipe_named
 from layerwise.layout.recipes import Recipe
 from layerwise.models import names
+from layerwise.models.quantized import QuantizedTensor
 from layerwise.models.table import param_table
 from layerwise.routing.spec import ParamSpec
 

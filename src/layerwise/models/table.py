@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from layerwise.dtypes import DType
-from layerwise.kernels.quantized import recipe_of
+from layerwise.kernels.stored import recipe_of
 from layerwise.models import names
 from layerwise.models.known import is_transposed_linear, known_splits
 from layerwise.models.names import joined, unwrapped

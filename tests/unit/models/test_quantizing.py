@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
 from layerwise.config.schema import ModelConfig, resolve_model
-from layerwise.kernels.quantized import recipe_of, stored_of
+from layerwise.kernels.stored import recipe_of, stored_of
 from layerwise.layout.quantizing import quantized_table
 from layerwise.models.table import param_table
 from layerwise.train.model import build_gpt

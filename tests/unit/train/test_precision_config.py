@@ -11,7 +11,7 @@ import torch
 from layerwise.comm.joining import Ranks
 from layerwise.config.load import load
 from layerwise.config.schema import BLOCK_MULTIPLES, DataConfig, LoopConfig, ModelConfig, PrecisionConfig, TrainConfig
-from layerwise.kernels.quantized import recipe_of, stored_of
+from layerwise.kernels.stored import recipe_of, stored_of
 from layerwise.layout.recipes import RECIPES
 from layerwise.train.loop import prepare
 from tests.unit.train.test_parallel_config import validated

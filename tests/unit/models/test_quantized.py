@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import layerwise
 from layerwise.errors import StateError
-from layerwise.kernels.quantized import QuantizedTensor, Stored, stored_of
+from layerwise.kernels.stored import Stored, stored_of
 from layerwise.layout.recipes import RECIPES
+from layerwise.models.quantized import QuantizedTensor
 from tests.quantizing import codes_of
 from tests.reference.block_formats import numbers
 

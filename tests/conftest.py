@@ -30,7 +30,6 @@ CROSSES = (
     "distributed/test_sharded_training.py",
     "distributed/test_trainer_sharded.py",
     "distributed/test_whole_state.py",
-    "examples/test_frameworks.py",
     "examples/test_fsdp2.py",
     "hf/test_sharded.py",
     "hf/test_trace.py",

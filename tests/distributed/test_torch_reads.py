@@ -33,7 +33,7 @@ def expected_of(crossing: Crossing) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("saved", "rule", "dtype"),
     [
-        (Ranks("flat", 3), "normuon", BF16),
+        pytest.param(Ranks("flat", 3), "normuon", BF16, marks=pytest.mark.slow),
         pytest.param(Ranks("ep x fsdp", 4), "adamuon", BF16, marks=pytest.mark.slow),
         pytest.param(Ranks("chunks", 2), "normuon", FP32, marks=pytest.mark.slow),
         pytest.param(Ranks("fsdp+tp", 4), "muon", FP32, marks=pytest.mark.slow),

@@ -67,7 +67,7 @@ def plain() -> list[float]:
         return losses_of("ddp", STEPS, Path(folder))
 
 
-@pytest.fixture(params=sampled(LIBRARIES, "huggingface"))
+@pytest.fixture(params=sampled(LIBRARIES))
 def script(request: pytest.FixtureRequest) -> str:
     for library in LIBRARIES[request.param]:
         if importlib.util.find_spec(library) is None:

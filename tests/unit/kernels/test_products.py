@@ -14,9 +14,10 @@ import torch
 
 from layerwise.kernels.facts import products_for
 from layerwise.kernels.products import Products, choose_products
+from tests.marks import sampled
 
 ROOT = Path(__file__).parents[3]
-INTERPRETED = [f"tests/gpu/test_{name}.py" for name in ("products", "elementwise", "stats", "codec")]
+INTERPRETED = ("products", "elementwise", "stats", "codec")
 HOPPER: dict[str, object] = {
     "device": "cuda",
     "capability": (9, 0),
@@ -72,9 +73,10 @@ def interprets() -> bool:
 
 
 @pytest.mark.skipif(not interprets(), reason="needs Triton 3.9 or later")
-def test_the_kernels_are_right_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize("name", sampled(INTERPRETED, "products", "elementwise", "stats"))
+def test_the_kernels_are_right_in_tritons_interpreter(name: str) -> None:
     """In a process of its own: Triton decides at its first import whether it interprets."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *INTERPRETED]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/gpu/test_{name}.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:]

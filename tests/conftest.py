@@ -27,6 +27,8 @@ CROSSES = (
     "distributed/test_fsdp2_life.py",
     "distributed/test_mesh_zoo.py",
     "distributed/test_planned_sharded.py",
+    "distributed/test_quantized.py",
+    "distributed/test_quantized_life.py",
     "distributed/test_sharded_training.py",
     "distributed/test_trainer_sharded.py",
     "distributed/test_whole_state.py",

@@ -40,8 +40,8 @@ CROSSES = (
 KEPT = 12
 """Of these, `make test-all` runs one in so many, always the same ones; `make exhaustive` runs the others."""
 
-BROAD = 4
-"""Of the cases of a test that is marked as broad, `make test` runs one in so many: the first, and then every fourth."""
+BROAD = 5
+"""Of the cases of a test that is marked as broad, `make test` runs one in so many: the first, and then every fifth."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -59,6 +59,7 @@ def test_stages_with_codes_are_those_of_the_whole_model(text: str) -> None:
     assert plain.losses != pytest.approx(alone.losses, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_experts_with_codes_are_shared_out(text: str) -> None:
     together = run_ranks(2, counted, config_of(text, model=EXPERTS))
     apart = run_ranks(2, counted, config_of(text, model=EXPERTS, ep=2))

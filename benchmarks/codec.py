@@ -1,4 +1,4 @@
-"""Bandwidth of writing codes of both directions on a GPU, beside a device copy of as many bytes in the same run.
+"""Bandwidth of writing codes on a GPU, beside a device copy of as many bytes in the same run.
 
     python benchmarks/codec.py
     python benchmarks/codec.py --tiles    # other tiles beside those in use, printed only
@@ -23,13 +23,16 @@ import torch
 import triton
 
 from layerwise.kernels import codec
-from layerwise.kernels.codec import Codes, encode_both_into
+from layerwise.kernels.codec import Codes, encode_both_into, encode_into
 from layerwise.kernels.encoders import EncoderTile
 from layerwise.kernels.triton_codec import fused_encode
-from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2, BlockFormat
+from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2
 
 RESULTS = Path(__file__).parent / "results" / "codec.json"
 FORMATS = {"mx e4m3": MX_E4M3, "mx e5m2": MX_E5M2, "fp8 1x128": FP8_ROWS, "fp8 128x128": FP8_TILES}
+CASES = [*((name, True) for name in FORMATS), ("fp8 1x128", False), ("fp8 128x128", False)]
+"""Formats, and whether codes of both directions are written. The recipes have MX of weights in both, and blocks of 128 in
+one: of inputs by rows, and of weights in tiles that are the same from both sides."""
 SHAPES = [(4096, 14336), (8192, 8192), (8, 2048, 2048), (1024, 4096)]
 
 
@@ -55,26 +58,37 @@ def copy_tb_s(nbytes: int) -> float:
     return 2 * source.nbytes / device_ms(lambda: target.copy_(source)) / 1e9
 
 
-def torch_both(x: torch.Tensor, rows: Codes, cols: Codes) -> None:
+def encode_by_torch(x: torch.Tensor, rows: Codes, cols: Codes | None) -> None:
     """The definition, as torch runs it."""
     codec._encode_into(x, rows)
-    codec._encode_into(x.mT, cols)
+    if cols is not None:
+        codec._encode_into(x.mT, cols)
+
+
+def encode_by_us(x: torch.Tensor, rows: Codes, cols: Codes | None) -> None:
+    """As params are encoded: by our own kernel if that has torch's bits here."""
+    if cols is None:
+        encode_into(x, rows)
+    else:
+        encode_both_into(x, rows, cols)
 
 
 def measure(
-    name: str, format: BlockFormat, shape: tuple[int, ...], large: float, tile: EncoderTile | None = None
+    name: str, both: bool, shape: tuple[int, ...], large: float, tile: EncoderTile | None = None
 ) -> dict[str, Any]:
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    rows, cols = Codes.empty(shape, format, "cuda"), Codes.empty(tuple(x.mT.shape), format, "cuda")
-    nbytes = x.nbytes + rows.nbytes + cols.nbytes
-    encode_both_into(x, rows, cols)  # which takes our own kernel only if that has torch's bits
-    ms = device_ms(lambda: fused_encode(x, rows, cols, tile) if tile else encode_both_into(x, rows, cols))
+    x, format = torch.randn(shape, device="cuda", dtype=torch.bfloat16), FORMATS[name]
+    rows = Codes.empty(shape, format, "cuda")
+    cols = Codes.empty(tuple(x.mT.shape), format, "cuda") if both else None
+    nbytes = x.nbytes + rows.nbytes + (cols.nbytes if cols is not None else 0)
+    encode_by_us(x, rows, cols)
+    ms = device_ms(lambda: fused_encode(x, rows, cols, tile) if tile else encode_by_us(x, rows, cols))
     rate, copy = nbytes / ms / 1e9, copy_tb_s(nbytes)
     return {
         "format": name,
+        "directions": 2 if both else 1,
         "shape": list(shape),
         "ms": round(ms, 4),
-        "torch_ms": round(device_ms(lambda: torch_both(x, rows, cols)), 3),
+        "torch_ms": round(device_ms(lambda: encode_by_torch(x, rows, cols)), 3),
         "tb_s": round(rate, 3),
         "copy_tb_s": round(copy, 3),
         "of_copy": round(rate / copy, 3),
@@ -84,13 +98,14 @@ def measure(
 
 def sweep() -> None:
     """Of tiles and warps, the rate over that of a copy, for every shape."""
-    for name, format in FORMATS.items():
+    for name, both in CASES:
+        block = FORMATS[name].block
         for tall, wide, elements in product((32, 64, 128), (32, 64, 128), (32, 64, 128)):
             warps = tall * wide // elements // 32
-            if tall % max(format.block) or wide % max(format.block) or not 1 <= warps <= 16:
+            if wide % block[1] or tall % (max(block) if both else block[0]) or not 1 <= warps <= 16:
                 continue
-            found = [measure(name, format, shape, 1.0, EncoderTile(tall, wide, warps))["of_copy"] for shape in SHAPES]
-            print(name, f"{tall} x {wide}, {warps} warps", found, flush=True)
+            found = [measure(name, both, shape, 1.0, EncoderTile(tall, wide, warps))["of_copy"] for shape in SHAPES]
+            print(name, "both" if both else "rows", f"{tall} x {wide}, {warps} warps", found, flush=True)
 
 
 def main() -> int:
@@ -108,7 +123,7 @@ def main() -> int:
             "triton": triton.__version__,
         },
         "large_copy_tb_s": round(large, 3),
-        "rows": [measure(name, format, shape, large) for name, format in FORMATS.items() for shape in SHAPES],
+        "rows": [measure(name, both, shape, large) for name, both in CASES for shape in SHAPES],
         "large_copy_tb_s_after": round(copy_tb_s(2**33), 3),
     }
     RESULTS.parent.mkdir(exist_ok=True)

@@ -296,11 +296,30 @@ def quantized_training(data: dict[str, Any]) -> str:
     )
 
 
+def codec(data: dict[str, Any]) -> str:
+    return markdown(
+        ["codes", "directions", "matrix", "ms", "torch, ms", "TB/s", "of a copy's rate"],
+        [
+            [
+                row["format"],
+                str(row["directions"]),
+                " x ".join(map(str, row["shape"])),
+                f"{row['ms']:.4f}",
+                f"{row['torch_ms']:.2f}",
+                f"{row['tb_s']:.2f}",
+                f"{row['of_copy']:.2f}",
+            ]
+            for row in data["rows"]
+        ],
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
     "checkpoint": ("checkpoint", checkpoint),
+    "codec": ("codec", codec),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "fsdp": ("fsdp", fsdp),

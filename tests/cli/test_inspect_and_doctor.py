@@ -106,6 +106,7 @@ def test_inspect_takes_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> N
     assert "over 1024 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_doctor_finds_a_healthy_machine_and_runs_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)

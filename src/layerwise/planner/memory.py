@@ -18,7 +18,7 @@ from layerwise.layout.choice import spread
 from layerwise.layout.cost import newton_schulz_workspace
 from layerwise.layout.exchange import received_numel
 from layerwise.layout.plan import Plan
-from layerwise.layout.recipes import RECIPES
+from layerwise.layout.quantizing import kept_nbytes
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS, BucketPlan, BufferPlan
@@ -119,7 +119,8 @@ def _total(held: _Held) -> int:
 
 def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[_Held]:
     """What every rank holds."""
-    frozen = sum(param.nbytes for param in plan.table if plan.routes[param.fqn].family == "frozen")
+    gather = plan.options.param_gather
+    frozen = sum(kept_nbytes(param, gather) for param in plan.table if plan.routes[param.fqn].family == "frozen")
     params, full = frozen, 0
     masters, grads, state, reducing = ([0] * plan.world for _ in range(4))
     for buffer in plan.buffers:
@@ -207,11 +208,7 @@ def _replica_nbytes(plan: Plan, buffer: BufferPlan) -> int:
         if not bucket.is_staged:
             kept += bucket.numel * itemsize
             continue
-        for placement in bucket.placements:
-            recipe = RECIPES.get(placement.recipe)
-            kept += (
-                placement.numel * itemsize if recipe is None else recipe.nbytes(plan.table.find(placement.fqn).shape)
-            )
+        kept += sum(kept_nbytes(plan.table.find(placement.fqn), "quantized") for placement in bucket.placements)
     return kept
 
 

@@ -42,8 +42,8 @@ from layerwise.config.rules import Muon, Rule
 from layerwise.config.schema import TrainConfig, is_sharded, matrix_rule, other_rule
 from layerwise.errors import ConfigError, Problem, listed
 from layerwise.layout.cost import NewtonSchulz
-from layerwise.layout.plan import Plan
-from layerwise.layout.quantizing import kept_nbytes
+from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.quantizing import kept_nbytes, quantized_table
 from layerwise.routing.evidence import Evidence
 from layerwise.routing.files import read_rules, rules_to_toml
 from layerwise.routing.readings import Role
@@ -292,7 +292,10 @@ def plan_for(
         gradients="params" if parallel.ddp else "buckets",
     )
     recipe = config.precision.param_gather
-    return engine.plan_for((module,), options, world=world, recipe="" if recipe == "none" else recipe)
+    if recipe != "none":  # modules of shapes alone have no values to make codes of
+        table = quantized_table(param_table(module), recipe, whose=type(module).__name__)
+        return make_plan(table, options, world=world)
+    return engine.plan_for((module,), options, world=world)
 
 
 def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:

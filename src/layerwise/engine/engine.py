@@ -26,7 +26,6 @@ from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.layout.meshes import Placed, copied_on
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.quantizing import quantized_table
 from layerwise.layout.shards import Ranks
 from layerwise.memory.hooked import claim, hook, is_claimed, unhook
 from layerwise.memory.storage import Storage, one_device
@@ -86,19 +85,15 @@ def plan_for(
     vocabularies: Collection[tuple[int, int]] = (),
     others_train: bool = False,
     placed: Mapping[str, Placed] | None = None,
-    recipe: str = "",
 ) -> Plan:
     """The plan of live modules (also on the meta device). `ties` names the copies here of weights that other pipeline
     stages hold too, `vocabularies` are shapes of embeddings there. Where `others_train` something there may be nothing to
-    train here. `placed` says how params are cut that somebody else has cut, `recipe` how weights will be
-    quantised that are not yet."""
+    train here. `placed` says how params are cut that somebody else has cut."""
     table = param_table(*chunks, vocabularies=vocabularies, ties=ties or {})
     if not others_train and not any(param.trainable for param in table):
         raise ValueError(
             f"{type(chunks[0]).__name__} has no trainable param: there is nothing to optimise. Unfreeze some of it first."
         )
-    if recipe:
-        table = quantized_table(table, recipe, whose=type(chunks[0]).__name__)
     return make_plan(
         table, options, world=world, worlds=worlds, ranks=ranks, stages_by_tie=stages_by_tie, placed=placed
     )

@@ -50,13 +50,14 @@ def test_the_product_of_codes_is_that_of_what_they_stand_for(batch: tuple[int, .
     assert error < 2**-8  # the sum is fp32, and rounded to bf16 once
 
 
-def test_the_transposed_codes_of_a_tile_are_multiplied_too() -> None:
+@pytest.mark.parametrize(("num_rows", "num_cols"), [(640, 384), (1024, 512)])
+def test_the_transposed_codes_of_a_tile_are_multiplied_too(num_rows: int, num_cols: int) -> None:
     torch.manual_seed(0)
-    module = nn.Linear(640, 384, bias=False, device="cuda", dtype=torch.bfloat16)
+    module = nn.Linear(num_rows, num_cols, bias=False, device="cuda", dtype=torch.bfloat16)
     w = module.weight.detach().clone()
     layerwise.quantize(module, recipe="blockwise", skip=[])
-    x = torch.randn(24, 640, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(24, 384, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(24, num_rows, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(24, num_cols, device="cuda", dtype=torch.bfloat16)
     module(x).backward(grad)
     expected = exact(grad, w.mT.contiguous())
     assert x.grad is not None

@@ -50,7 +50,7 @@ def multiplies_codes(x: Codes, weight: Codes) -> bool:
 
 
 def _product_of_codes(x: Codes, weight: Codes, dtype: torch.dtype) -> Tensor:
-    tiles = F.pad(weight.scales, (0, -weight.scales.shape[1] % _TILES_TOGETHER))
+    tiles = F.pad(weight.scales, (0, -weight.scales.shape[1] % _TILES_TOGETHER)).contiguous()
     return F.scaled_mm(
         x.values,
         weight.values.contiguous().mT,

@@ -88,4 +88,8 @@ def quantized_table(table: ParamTable, recipe: str, skip: Sequence[str] = (), wh
         return block_problem(spec, chosen)
 
     kept = {spec.fqn for spec in kept_as_codes(table, chosen, skip, whose, problem_of)}
-    return ParamTable(tuple(replace(spec, recipe=chosen.name) if spec.fqn in kept else spec for spec in table))
+
+    def quantized(spec: ParamSpec) -> ParamSpec:
+        return replace(spec, recipe=chosen.name, codes_nbytes=chosen.nbytes(spec.shape))
+
+    return ParamTable(tuple(quantized(spec) if spec.fqn in kept else spec for spec in table))

@@ -33,6 +33,7 @@ from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamGather, ParamSync, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
+from layerwise.models.adopting import refuse_foreign
 from layerwise.models.forward.evidence import evidence_for
 from layerwise.models.names import named_buffers, named_parameters, unwrapped
 from layerwise.models.table import plain_dtype
@@ -140,6 +141,7 @@ class DataParallel(nn.Module):
                 )
             if overlap_param_gather:
                 refuse_scripted(chunks)
+            refuse_foreign(chunks, param_gather)
             dtype = plain_dtype(grad_dtype, "grad_dtype")
             options = Options(
                 layout=layout,

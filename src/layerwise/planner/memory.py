@@ -18,7 +18,6 @@ from layerwise.layout.choice import spread
 from layerwise.layout.cost import newton_schulz_workspace
 from layerwise.layout.exchange import received_numel
 from layerwise.layout.plan import Plan
-from layerwise.layout.recipes import RECIPES
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS, BucketPlan, BufferPlan
@@ -193,10 +192,8 @@ def _replica_nbytes(plan: Plan, buffer: BufferPlan) -> int:
             kept += bucket.numel * itemsize
             continue
         for placement in bucket.placements:
-            recipe = RECIPES.get(placement.recipe)
-            kept += (
-                placement.numel * itemsize if recipe is None else recipe.nbytes(plan.table.find(placement.fqn).shape)
-            )
+            spec = plan.table.find(placement.fqn)
+            kept += spec.codes_nbytes if placement.recipe else placement.numel * itemsize
     return kept
 
 

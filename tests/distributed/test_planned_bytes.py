@@ -25,6 +25,7 @@ from layerwise.layout.choice import sent_by_rank
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import numbers_of
+from tests.foreign import with_mx_weights
 from tests.marks import sampled
 from tests.ranks import run_ranks
 from tests.worlds import Zoo, cohorts_of, deliver, gradient
@@ -288,6 +289,8 @@ def differences(
 
 
 def quantized(setup: Setup, module: nn.Module) -> nn.Module:
+    if setup.recipe == "torchao":
+        return layerwise.adopt(module, with_mx_weights(module, skip=("head.weight", *setup.skip), swizzled=True))
     return layerwise.quantize(module, setup.recipe, skip=setup.skip) if setup.recipe else module
 
 
@@ -417,7 +420,7 @@ class Blocks(nn.Module):
         self.head = nn.Linear(unit, 11, bias=False)
 
 
-UNITS = {"mxfp8": 32, "blockwise": 128}
+UNITS = {"mxfp8": 32, "blockwise": 128, "torchao": 32}
 
 
 def run_recipes(rank: int, world: int, setups: list[Setup]) -> list[str]:

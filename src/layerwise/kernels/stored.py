@@ -42,7 +42,7 @@ class QuantizedStorage(Protocol):
         """The values that its codes stand for, in bf16."""
 
     def product(self, x: Tensor, *, by_rows: bool) -> Tensor:
-        """`x @ w.mT`, as forward has it, or `x @ w`, as the input's gradient does; `x` is bf16."""
+        """`x @ w.mT`, as forward has it, or `x @ w`, as the input's gradient does; `x` is a contiguous matrix in bf16."""
 
 
 class ParamStorage(ABC):

@@ -1,7 +1,8 @@
-"""Params that are kept as codes of eight bits: to whoever reads one it is a bf16 tensor, with the values that its codes stand
-for.
+"""Params that are kept as codes, ours or those of others: to whoever reads one it is a bf16 tensor, with the values that its
+codes stand for.
 
-Products read the codes of the direction that they sum over: forward those by rows, the input's gradient those by columns.
+Products read the codes of the direction that they sum over, where there are two: forward those by rows, the input's gradient
+those by columns.
 Whatever else is done with such a param is done with its values, by rows. A gradient is a plain tensor, of full precision.
 None of it is traced by torch.compile: a graph would keep what it saw of codes, and read that for ever.
 """

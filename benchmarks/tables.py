@@ -296,11 +296,60 @@ def quantized_training(data: dict[str, Any]) -> str:
     )
 
 
+def codec(data: dict[str, Any]) -> str:
+    return markdown(
+        ["codes", "directions", "matrix", "ms", "torch, ms", "TB/s", "of a copy's rate"],
+        [
+            [
+                row["format"],
+                str(row["directions"]),
+                " x ".join(map(str, row["shape"])),
+                f"{row['ms']:.4f}",
+                f"{row['torch_ms']:.2f}",
+                f"{row['tb_s']:.2f}",
+                f"{row['of_copy']:.2f}",
+            ]
+            for row in data["rows"]
+        ],
+    )
+
+
+def quantized_memory(data: dict[str, Any]) -> str:
+    def cells(part: dict[str, Any], row: dict[str, Any], known: dict[str, Any]) -> list[str]:
+        ranks = "1" if part["ranks"] == 1 else f"{part['ranks']}, `shard_grads`"
+        return [
+            ranks,
+            row["mode"],
+            *(f"{row[name]:.0f} ({row[f'planned_{name}']:.0f})" for name in ("at_rest_mib", "peak_mib")),
+            f"{row['at_rest_ratio']:.3f}, {row['peak_ratio']:.3f}",
+            *(f"{value:.0f}" for value in (row["saved_mib"], row["planned_saved_mib"], known["planned_saved_mib"])),
+        ]
+
+    return markdown(
+        [
+            "ranks",
+            "weights",
+            "at rest, MiB (planned)",
+            "peak, MiB (planned)",
+            "ratios to the plan",
+            "saved, MiB",
+            "planned",
+            "planned of `llama3-8b`",
+        ],
+        [
+            cells(part, row, known)
+            for part in data["parts"]
+            for row, known in zip(part["rows"], part["llama3_8b"], strict=True)
+        ],
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
     "checkpoint": ("checkpoint", checkpoint),
+    "codec": ("codec", codec),
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "fsdp": ("fsdp", fsdp),
@@ -309,6 +358,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "optimizer_step": ("optimizer_step", optimizer_step),
     "overlap": ("overlap", overlap),
     "quantized_training": ("quantized_training", quantized_training),
+    "quantized_memory": ("quantized_memory", quantized_memory),
     "overlap_hidden": ("overlap", overlap_hidden),
     "overlap_timeline": ("overlap_timeline", overlap_timeline),
 }

@@ -42,17 +42,21 @@ KEPT = 12
 
 BROAD = 5
 """Of the cases of a test that is marked as broad, `make test` runs one in so many: the first, and then every fifth."""
+OF_RANKS, BROAD_OF_RANKS = ("distributed", "regressions"), 3
+"""Tests of several ranks take seconds each: all that have cases are broad, and one in so many is run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     seen: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("broad") and not item.get_closest_marker("slow"):
+        place = item.path.relative_to(here)
+        is_of_ranks = place.parts[0] in OF_RANKS
+        if (is_of_ranks or item.get_closest_marker("broad")) and not item.get_closest_marker("slow"):
             name = item.nodeid.partition("[")[0]
-            if seen[name] % BROAD:
+            if seen[name] % (BROAD if item.get_closest_marker("broad") else BROAD_OF_RANKS):
                 item.add_marker("slow")
             seen[name] += 1
-        is_cross = item.get_closest_marker("slow") and item.path.relative_to(here).as_posix() in CROSSES
+        is_cross = item.get_closest_marker("slow") and place.as_posix() in CROSSES
         if is_cross and zlib.crc32(item.nodeid.encode()) % KEPT:
             item.add_marker("exhaustive")

@@ -72,6 +72,8 @@ class RankFailure(AssertionError):
 UNCONNECTED = ("connectFullMesh failed", "Connection closed by peer", "Connection reset by peer")
 """What gloo says when ranks did not find each other, and what it says to the others then. With many groups coming and
 going that happens to one group in thousands."""
+LINGER_S = 5.0
+"""How long a rank that has answered stays for the others."""
 SILENCE = -1
 """Stands in for the ranks that did not answer."""
 
@@ -79,7 +81,7 @@ SILENCE = -1
 @dataclass(frozen=True)
 class _Seat:
     """Where one rank sits: its number, the file at which ranks meet, how long a collective may take, whether memory is
-    poisoned, and where answers go."""
+    poisoned, where answers go, and what says that all have answered."""
 
     rank: int
     world: int
@@ -87,6 +89,7 @@ class _Seat:
     pg_timeout_s: float
     poisoned: bool
     outbox: Any
+    all_answered: Any
 
 
 @dataclass
@@ -151,6 +154,9 @@ def _rank_main(seat: _Seat, job: Callable[..., Any], args: tuple[Any, ...]) -> N
     finally:
         seat.outbox.close()
         seat.outbox.join_thread()
+        if failure is None:
+            # A peer may still be connecting the last group, and would see this rank's end as a lost connection.
+            seat.all_answered.wait(LINGER_S)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -176,10 +182,10 @@ def run_ranks(
 def _run_once(
     world: int, job: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, pg_timeout_s: float, poisoned: bool
 ) -> _Answers:
-    outbox = _CONTEXT.Queue()
+    outbox, all_answered = _CONTEXT.Queue(), _CONTEXT.Event()
     with tempfile.TemporaryDirectory() as folder:
         meet = os.path.join(folder, "meet")
-        seats = [_Seat(rank, world, meet, pg_timeout_s, poisoned, outbox) for rank in range(world)]
+        seats = [_Seat(rank, world, meet, pg_timeout_s, poisoned, outbox, all_answered) for rank in range(world)]
         processes = [_CONTEXT.Process(target=_rank_main, args=(seat, job, args), daemon=True) for seat in seats]
         for process in processes:
             process.start()
@@ -187,6 +193,7 @@ def _run_once(
         try:
             _collect(answers, processes, outbox, timeout_s)
         finally:
+            all_answered.set()
             for process in processes:
                 process.join(timeout=0.5 if answers.errors else 10)
                 if process.is_alive():

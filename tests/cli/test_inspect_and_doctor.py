@@ -2,7 +2,7 @@
 
 import json
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -31,6 +31,7 @@ PARAM_KEYS = [
         "aliases",
         "shape",
         "dtype",
+        "recipe",
         "family",
         "rule",
         "options",
@@ -75,16 +76,33 @@ def test_inspect_as_json_holds_the_same_as_data(capsys: pytest.CaptureFixture[st
     assert len(found["digest"]) == 64
 
 
-def test_inspect_plans_what_training_uses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+CODES = ("--train.precision", "bf16", "--precision.param-gather", "mxfp8")
+
+
+@pytest.mark.parametrize("precision", [(), CODES])
+def test_inspect_plans_what_training_uses(precision: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     from layerwise.comm import joining
     from layerwise.config.load import load, split_overrides
     from layerwise.train.loop import prepare
 
-    words = [*SMALL, "--parallel.bucket-mib", "0.01", "--model.tie-embeddings", "true"]
+    words = [*SMALL, *precision, "--parallel.bucket-mib", "0.01", "--model.tie-embeddings", "true"]
     assert main(["inspect", *words, "--world", "1", "--json"]) == 0
     digest = json.loads(capsys.readouterr().out)["digest"]
     run = prepare(load(None, split_overrides(words)[0]).config, joining.init(device="cpu"))
     assert run.model.plan.digest == digest
+
+
+def test_inspect_counts_codes_where_weights_are_kept_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *SMALL, *CODES, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["fqn"]: row for row in found["params"]}
+    qkv, embed = rows["blocks.0.attn.qkv.weight"], rows["embed.weight"]
+    assert (qkv["recipe"], qkv["dtype"], qkv["bytes"]) == ("mxfp8", "bf16", 2 * 64 * 32 + 2 * 64)
+    assert (embed["recipe"], embed["bytes"]) == ("", 2 * 256 * 32)
+    assert found["totals"]["bytes"] == sum(row["bytes"] for row in found["params"])
+    assert main(["inspect", *SMALL, *CODES]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("blocks.0.attn.qkv.weight"))
+    assert "4.1 KiB" in row
 
 
 def test_explain_lists_the_rules_that_were_tried(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +124,7 @@ def test_inspect_takes_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> N
     assert "over 1024 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_doctor_finds_a_healthy_machine_and_runs_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -117,7 +117,9 @@ def test_json_adds_up(capsys: Captured) -> None:
     assert sum(column["chosen"] for column in found["layouts"]) == 1
     for column in found["layouts"]:
         memory, sent = column["memory_bytes"], column["sent"]
-        assert memory.pop("total") == sum(memory.values())
+        total, at_rest = memory.pop("total"), memory.pop("at_rest")
+        assert total == sum(memory.values())
+        assert sum(memory[name] for name in ("params", "grads", "masters", "state")) <= at_rest < total
         assert sent["bytes"].pop("total") == sum(sent["bytes"].values())
         assert sent["ms"].pop("waited") <= sent["ms"].pop("total") == pytest.approx(sum(sent["ms"].values()))
 
@@ -243,9 +245,9 @@ def test_codes_are_counted_and_compared_with_both_kinds_of_bf16(recipe: str, eac
     before, after = (column(plan)["memory_bytes"] for plan in (plain, found))
     # What a bucket has in padding is not kept of it.
     assert before["params"] - after["params"] == pytest.approx(codes["bf16_bytes"] - codes["bytes"], abs=2**20)
-    assert {name: before[name] for name in before if name not in ("params", "total")} == {
-        name: after[name] for name in after if name not in ("params", "total")
-    }
+    saved = {name: before[name] - after[name] for name in before}
+    assert saved["params"] == saved["total"] == saved["at_rest"]
+    assert {name for name, nbytes in saved.items() if nbytes} == {"params", "total", "at_rest"}
     assert column(plain)["sent"] == column(found)["sent"]  # bf16 travels
 
 

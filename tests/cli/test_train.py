@@ -63,6 +63,7 @@ def test_a_plain_run_prints_plain_lines_and_leaves_a_report_and_a_config_that_re
     assert (tmp_path / "run-2" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_through_torchrun_speak_with_one_voice(tmp_path: Path, text: str) -> None:
     out_dir = tmp_path / "run"
     done = layerwise("train", *SMALL, "--data.path", text, "--train.out-dir", str(out_dir), "--nproc", "2")

@@ -21,6 +21,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.engine.exchanger import Cohort
 from layerwise.engine.update import Update
+from layerwise.kernels.stored import stored_of
 from layerwise.layout.choice import sent_by_rank
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
@@ -59,6 +60,8 @@ class Setup:
     recipe: str = ""
     """How weights are kept, where that is not in their dtype."""
     skip: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    """Params that are frozen once they were quantised."""
     param_gather: str = "quantized"
     bucket_mib: float = 0.001
     sabotage: str = ""
@@ -80,11 +83,19 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots: int) -> Memory:
-    """What this rank really holds. A category has what no category before it has: some memory is two things at once."""
+def memory_of(param: Tensor) -> list[Tensor]:
+    """What a param is made of: itself, or codes and the values that they were made of."""
+    stored = stored_of(param)
+    if stored is None:
+        return [param]
+    return [*stored.codes, *([] if stored.given is None else [stored.given])]
+
+
+def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots: int, passing: int) -> Memory:
+    """What this rank really holds, with so many bytes of exchange slots, of which some pass. A category has what no category before it has: some memory is two things at once."""
     shards, replicas = model.engine.storage.shards, model.engine.storage.replicas
     home_state = [tensor for tensors in optimizer.stepper.update._home_state.values() for tensor in tensors.values()]
-    frozen = [param for param in model.parameters() if not param.requires_grad]
+    frozen = [tensor for param in model.parameters() if not param.requires_grad for tensor in memory_of(param)]
     rings = [replica.ring for replica in replicas if replica.ring is not None]
     held: list[Iterable[Tensor]] = [
         [
@@ -113,7 +124,9 @@ def counted(model: layerwise.DataParallel, optimizer: layerwise.Optimizer, slots
     if model.engine.storage.nbytes() + aside != sum(totals) + staging:
         raise AssertionError(f"storage says {model.engine.storage.nbytes()} + {aside}, counted {totals} + {staging}")
     # What Newton-Schulz needs for itself is that of a GPU's kernels: benchmarks/step_memory.py measures it.
-    return Memory(params=params, grads=grads, masters=masters, state=state, slots=slots + staging, workspace=0)
+    return Memory(
+        params=params, grads=grads, masters=masters, state=state, slots=slots + staging, workspace=0, passing=passing
+    )
 
 
 class Watch:
@@ -270,7 +283,7 @@ def differences(
             if dict(optimizer.stats.bytes_by_collective) != expected:
                 found.append(f"bytes: sent {dict(optimizer.stats.bytes_by_collective)}, planned {expected}")
     enlarge(model, setup.sabotage)
-    really = counted(model, optimizer, watch.peak + slots.nbytes).to_json()
+    really = counted(model, optimizer, watch.peak + slots.nbytes, watch.peak).to_json()
     for name, nbytes in planned.to_json().items():
         # With leases and sums of ours, each buffer has so much in flight at some time, but not all of them at the same.
         is_bound = name == "slots" and setup.shard_grads and setup.reducer != "collective"
@@ -290,8 +303,12 @@ def differences(
 
 def quantized(setup: Setup, module: nn.Module) -> nn.Module:
     if setup.recipe == "torchao":
-        return layerwise.adopt(module, with_mx_weights(module, skip=("head.weight", *setup.skip), swizzled=True))
-    return layerwise.quantize(module, setup.recipe, skip=setup.skip) if setup.recipe else module
+        made = layerwise.adopt(module, with_mx_weights(module, skip=("head.weight", *setup.skip), swizzled=True))
+    else:
+        made = layerwise.quantize(module, setup.recipe, skip=setup.skip) if setup.recipe else module
+    for fqn in setup.frozen:
+        made.get_parameter(fqn).requires_grad_(False)
+    return made
 
 
 def build(setup: Setup, module: nn.Module, **more: Any) -> tuple[layerwise.DataParallel, Rules, layerwise.Optimizer]:
@@ -364,7 +381,8 @@ def test_a_run_that_holds_or_sends_more_is_caught(sabotage: str) -> None:
     category = "slots" if sabotage == "ring" else sabotage
     for found in run_ranks(2, run_all, [setup]):
         assert any(f"{category}: " in text for text in found)
-        assert all(f"{category}: " in text for text in found)
+        assert all(f"{category}: " in text or "at_rest: " in text for text in found)
+        assert any("at_rest: " in text for text in found) is (sabotage not in ("slots", "bytes"))
 
 
 # -- experts ---------------------------------------------------------------------------------------
@@ -448,6 +466,8 @@ def recipes_of(layout: str, world: int) -> list[Setup]:
     base = Setup(layout=layout, dtype=torch.bfloat16, recipe="mxfp8")
     everything += [
         replace(base, param_gather="bf16"),
+        replace(base, frozen=("up.weight", "norm.weight")),
+        replace(base, frozen=("up.weight",), param_gather="bf16"),
         replace(base, grad_dtype=torch.bfloat16),
         replace(base, reducer="ordered", shard_grads=True),
         replace(base, param_sync="broadcast"),

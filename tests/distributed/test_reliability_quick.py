@@ -8,7 +8,7 @@ from tests.marks import sampled
 from tests.reliability.__main__ import FIGURES, measure
 
 
-@pytest.mark.parametrize("name", sampled(FIGURES, "comm_contract"))
+@pytest.mark.parametrize("name", sampled(FIGURES))
 def test_a_figure_finds_nothing_bad(name: str) -> None:
     found = measure(name, quick=True, sabotage=False)
     assert found["n"] > 0

@@ -4,13 +4,15 @@
 
     {"digest": str, "world": int, "layout": str,
      "params": [{"fqn": str, "aliases": [str], "shape": [int], "dtype": "fp32" | "bf16" | "fp16",
+                 "recipe": str,                  "mxfp8" or "blockwise" where it is kept as codes; or ""
                  "family": "matrix" | "other" | "frozen",
                  "rule": str,                    the update rule: "muon", "adamw" ...; "frozen" where there is none
                  "options": {str: value},        what a user's rule changes about it
                  "reason": str,
                  "matrices": [[rows, cols]],     as Newton-Schulz and scale factors see them, (out, in)
                  "homes": [int | "all"],         per matrix the rank that orthogonalises it; "all": every rank its copy
-                 "bucket": int | null, "bytes": int}],
+                 "bucket": int | null,
+                 "bytes": int}],                 of what every rank keeps of it for forward
      "totals": {"params": int, "elements": int, "bytes": int,
                 "rules": {rule: {"params": int, "elements": int, "bytes": int, "matrices": int,
                                  "newton_schulz_flops": int}}},     of one step, over all ranks
@@ -40,7 +42,8 @@ from layerwise.config.rules import Muon, Rule
 from layerwise.config.schema import TrainConfig, is_sharded, matrix_rule, other_rule
 from layerwise.errors import ConfigError, Problem, listed
 from layerwise.layout.cost import NewtonSchulz
-from layerwise.layout.plan import Plan
+from layerwise.layout.plan import Plan, make_plan
+from layerwise.layout.quantizing import kept_nbytes, quantized_table
 from layerwise.routing.evidence import Evidence
 from layerwise.routing.files import read_rules, rules_to_toml
 from layerwise.routing.readings import Role
@@ -81,6 +84,8 @@ class ParamRow:
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
+    recipe: str
+    """How its values are kept, where that is as codes."""
     family: str
     rule: str
     options: tuple[tuple[str, object], ...]
@@ -106,6 +111,7 @@ class ParamRow:
             "aliases": self.aliases,
             "shape": self.shape,
             "dtype": self.dtype,
+            "recipe": self.recipe,
             "family": self.family,
             "rule": self.rule,
             "options": dict(self.options),
@@ -285,6 +291,10 @@ def plan_for(
         bucket_numel=bucket_numel_of(parallel.bucket_mib, dtype),
         gradients="params" if parallel.ddp else "buckets",
     )
+    recipe = config.precision.param_gather
+    if recipe != "none":  # modules of shapes alone have no values to make codes of
+        table = quantized_table(param_table(module), recipe, whose=type(module).__name__)
+        return make_plan(table, options, world=world)
     return engine.plan_for((module,), options, world=world)
 
 
@@ -305,6 +315,7 @@ def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:
                 aliases=param.aliases,
                 shape=param.shape,
                 dtype=str(param.dtype),
+                recipe=param.recipe,
                 family=route.family,
                 rule="frozen" if rule is None else rule.kind,
                 options=route.options,
@@ -313,7 +324,7 @@ def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:
                 homes=tuple(homes_by_fqn.get(param.fqn, ())),
                 bucket=plan.bucket_of.get(param.fqn),
                 numel=param.numel,
-                nbytes=param.nbytes,
+                nbytes=kept_nbytes(param, plan.options.param_gather),
                 flops=sum(_flops(rule, *shape) for shape in matrices),
             )
         )
@@ -380,7 +391,7 @@ def _print_rows(plan: Plan, rows: Sequence[ParamRow], *, every_row: bool, places
 def _folded(rows: Sequence[ParamRow], *, every_row: bool) -> list[tuple[str, list[ParamRow]]]:
     if every_row:
         return [(row.fqn, [row]) for row in rows]
-    kinds = [(row.shape, row.dtype, row.route, row.reason, row.matrices) for row in rows]
+    kinds = [(row.shape, row.dtype, row.recipe, row.route, row.reason, row.matrices) for row in rows]
     return [
         (name, [rows[position] for position in positions]) for name, positions in fold([row.fqn for row in rows], kinds)
     ]

@@ -306,6 +306,7 @@ def _rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
     return [
         row("memory", lambda column: format_nbytes(column.memory.total)),
         *at_most,
+        row("  at rest", lambda column: format_nbytes(column.memory.at_rest)),
         row("  params", lambda column: format_nbytes(column.memory.params)),
         row("  grads", lambda column: format_nbytes(column.memory.grads)),
         row("  masters", lambda column: format_nbytes(column.memory.masters)),

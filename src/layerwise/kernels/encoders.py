@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -10,6 +10,8 @@ from layerwise.layout.recipes import BlockFormat
 
 LONGEST = 2**21
 """Rows and columns are less than this: places in a tile are counted in 32 bits, and tiles down in 16."""
+TOGETHER = 8
+"""Numbers of a row that are read at once, in 16 bytes."""
 _MOST = 2**16
 """Matrices are less than this: they are counted in 16 bits."""
 
@@ -29,11 +31,16 @@ class EncoderTile:
     rows: int
     cols: int
     warps: int
-    registers: int | None = None
 
 
 def choose_encoder(
-    *, device: str, capability: tuple[int, int] | None, triton: str | None, format: BlockFormat, shape: tuple[int, ...]
+    *,
+    device: str,
+    capability: tuple[int, int] | None,
+    triton: str | None,
+    format: BlockFormat,
+    dtype: str,
+    shape: tuple[int, ...],
 ) -> Encoder:
     """The back end for a tensor of this shape; `triton` is its version, if it is there. All write the same bits."""
     if device != "cuda":
@@ -47,20 +54,28 @@ def choose_encoder(
         return Encoder(
             "torch", f"our own kernel takes less than {_MOST} matrices of sides less than {LONGEST}, {found}"
         )
+    if dtype != "bf16" or any(side % TOGETHER for side in shape[-2:]):
+        return Encoder(
+            "torch", f"our own kernel takes bf16 with sides that are multiples of {TOGETHER}, got {dtype} of {shape}"
+        )
     if format.block not in _TILES:
         return Encoder("torch", f"our own kernel knows blocks of 1x32, 1x128 and 128x128, not {format.block}")
     return Encoder("triton", f"both directions from one read through Triton {triton}")
 
 
-# A thread has 32 elements: few enough registers that others run while it waits for memory.
 _TILES = {
-    (1, 32): EncoderTile(rows=64, cols=128, warps=8, registers=80),
-    (1, 128): EncoderTile(rows=128, cols=128, warps=16, registers=64),
-    (128, 128): EncoderTile(rows=128, cols=128, warps=16, registers=64),
+    (1, 32): EncoderTile(rows=32, cols=128, warps=4),
+    (1, 128): EncoderTile(rows=128, cols=128, warps=4),
+    (128, 128): EncoderTile(rows=128, cols=128, warps=4),
 }
 """By block. A tile has whole blocks of both directions."""
+_ROW_TILES = {**_TILES, (1, 128): EncoderTile(rows=64, cols=128, warps=8)}
+"""A tile for codes by rows alone has whole blocks of rows."""
 
 
-def encoder_tile(format: BlockFormat) -> EncoderTile:
-    """The tile for a format."""
-    return _TILES[format.block]
+def encoder_tile(format: BlockFormat, *, rows: bool, cols: bool) -> EncoderTile:
+    """The tile for codes by rows, by columns or both."""
+    if rows and cols:
+        return _TILES[format.block]
+    tile = _ROW_TILES[format.block]
+    return tile if rows else replace(tile, rows=tile.cols, cols=tile.rows)

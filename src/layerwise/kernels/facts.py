@@ -6,6 +6,7 @@ from functools import cache
 from importlib import metadata
 
 import torch
+from torch import Tensor
 
 from layerwise.kernels.encoders import Encoder, choose_encoder
 from layerwise.kernels.products import Products, choose_products
@@ -31,10 +32,15 @@ def has_own_kernels(device: torch.device) -> bool:
     return products_for(device, torch.bfloat16, torch.bfloat16).backend == "triton"
 
 
-def encoder_for(device: torch.device, format: BlockFormat, shape: tuple[int, ...]) -> Encoder:
-    """Who writes the codes of a tensor of this shape on this device, and why."""
+def encoder_for(x: Tensor, format: BlockFormat) -> Encoder:
+    """Who writes the codes of a tensor, and why."""
     return choose_encoder(
-        device=device.type, capability=_capability(device), triton=_triton_version(), format=format, shape=shape
+        device=x.device.type,
+        capability=_capability(x.device),
+        triton=_triton_version(),
+        format=format,
+        dtype=_NAMES.get(x.dtype, str(x.dtype)),
+        shape=tuple(x.shape),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import StateError
-from layerwise.kernels.codec import Codes, decode, encode, encode_both_into
+from layerwise.kernels.codec import Codes, decode, encode, encode_both_into, encode_into
 from layerwise.kernels.quantized_products import product
 from layerwise.layout.recipes import Recipe
 
@@ -194,9 +194,7 @@ class Stored(ParamStorage):
         if self.recipe.both_directions:
             encode_both_into(values, rows, cols)
         else:
-            encoded = encode(values, self.recipe.weights)
-            rows.values.copy_(encoded.values)
-            rows.scales.copy_(encoded.scales)
+            encode_into(values, rows)
         self._counted[0] += 1
 
     def keep_in(self, place: Tensor) -> None:

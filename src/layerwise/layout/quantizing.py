@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean, listed
 from layerwise.layout.recipes import RECIPES, Recipe
+from layerwise.layout.storage import ParamGather
 from layerwise.routing.refusals import RefusedError
 from layerwise.routing.rules import route_param
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
@@ -37,6 +38,19 @@ def is_product(spec: ParamSpec) -> bool:
     except RefusedError:  # how it splits is for a rule to say, and no matter here
         return is_linear
     return found.family == "matrix" and (is_linear or (len(spec.shape) == 3 and len(found.matrices) > 1))
+
+
+def kept_nbytes(spec: ParamSpec, param_gather: ParamGather) -> int:
+    """Bytes of what every rank keeps of a param for forward to read, without padding. Nobody takes a master from one that is
+    frozen, so it has the values that its codes were made of beside them.
+
+    >>> spec = ParamSpec(fqn="a.weight", shape=(64, 64), dtype=DType.BF16, recipe="mxfp8", codes_nbytes=8448)
+    >>> kept_nbytes(spec, "bf16"), kept_nbytes(spec, "quantized"), kept_nbytes(replace(spec, trainable=False), "quantized")
+    (8192, 8448, 16640)
+    """
+    if not spec.recipe or (spec.trainable and param_gather == "bf16"):
+        return spec.nbytes
+    return spec.codes_nbytes if spec.trainable else spec.codes_nbytes + spec.nbytes
 
 
 def block_problem(spec: ParamSpec, recipe: Recipe) -> str:

@@ -18,6 +18,7 @@ from layerwise.layout.choice import spread
 from layerwise.layout.cost import newton_schulz_workspace
 from layerwise.layout.exchange import received_numel
 from layerwise.layout.plan import Plan
+from layerwise.layout.quantizing import kept_nbytes
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
 from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS, BucketPlan, BufferPlan
@@ -48,10 +49,18 @@ class Memory:
     cohort and what became of them."""
     workspace: int
     """What Newton-Schulz needs for itself at that moment, on kernels of our own: a GPU's."""
+    passing: int
+    """Of the slots, what is there at that moment and not between steps."""
 
     @property
     def total(self) -> int:
+        """At the worst moment of a step."""
         return self.params + self.grads + self.masters + self.state + self.slots + self.workspace
+
+    @property
+    def at_rest(self) -> int:
+        """Between steps, once the first was taken."""
+        return self.total - self.workspace - self.passing
 
     def to_json(self) -> dict[str, int]:
         return {
@@ -62,6 +71,7 @@ class Memory:
             "slots": self.slots,
             "workspace": self.workspace,
             "total": self.total,
+            "at_rest": self.at_rest,
         }
 
 
@@ -75,7 +85,7 @@ def memory_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> list[Mem
 
 def worst_memory(plan: Plan, schedule: CommSchedule, rules: Rules) -> Memory:
     """What the rank holds that holds most."""
-    return _memory(max(_held_by_rank(plan, schedule, rules), key=sum))
+    return _memory(max(_held_by_rank(plan, schedule, rules), key=_total))
 
 
 def lagging_nbytes(plan: Plan) -> int:
@@ -92,18 +102,25 @@ def lagging_nbytes(plan: Plan) -> int:
     return more
 
 
-_Held: TypeAlias = tuple[int, int, int, int, int, int]
+_Held: TypeAlias = tuple[int, int, int, int, int, int, int]
 """The fields of a `Memory`, in order: thousands of ranks have one, and most are only compared."""
 
 
 def _memory(held: _Held) -> Memory:
-    params, grads, masters, state, slots, workspace = held
-    return Memory(params=params, grads=grads, masters=masters, state=state, slots=slots, workspace=workspace)
+    params, grads, masters, state, slots, workspace, passing = held
+    return Memory(
+        params=params, grads=grads, masters=masters, state=state, slots=slots, workspace=workspace, passing=passing
+    )
+
+
+def _total(held: _Held) -> int:
+    return sum(held[:-1])  # what passes is a part of the slots
 
 
 def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[_Held]:
     """What every rank holds."""
-    frozen = sum(param.nbytes for param in plan.table if plan.routes[param.fqn].family == "frozen")
+    gather = plan.options.param_gather
+    frozen = sum(kept_nbytes(param, gather) for param in plan.table if plan.routes[param.fqn].family == "frozen")
     params, full = frozen, 0
     masters, grads, state, reducing = ([0] * plan.world for _ in range(4))
     for buffer in plan.buffers:
@@ -139,7 +156,7 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
     landing = _landing_slots(plan)
     slots = [come_and_go + own + landing for come_and_go, own in zip(staged, _own_slots(plan, passages), strict=True)]
     workspace = map(sub, map(max, staged, at_work), staged)
-    return zip([params + mine for mine in own], grads, masters, state, slots, workspace, strict=True)
+    return zip([params + mine for mine in own], grads, masters, state, slots, workspace, staged, strict=True)
 
 
 def _plus(totals: Sequence[int], more: Sequence[int], times: int = 1) -> list[int]:
@@ -191,9 +208,7 @@ def _replica_nbytes(plan: Plan, buffer: BufferPlan) -> int:
         if not bucket.is_staged:
             kept += bucket.numel * itemsize
             continue
-        for placement in bucket.placements:
-            spec = plan.table.find(placement.fqn)
-            kept += spec.codes_nbytes if placement.recipe else placement.numel * itemsize
+        kept += sum(kept_nbytes(plan.table.find(placement.fqn), "quantized") for placement in bucket.placements)
     return kept
 
 

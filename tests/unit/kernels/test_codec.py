@@ -219,6 +219,7 @@ HOPPER: dict[str, Any] = {
     "capability": (9, 0),
     "triton": "3.6.0",
     "format": MX_E4M3,
+    "dtype": "bf16",
     "shape": (8, 4096, 64),
 }
 
@@ -226,9 +227,12 @@ HOPPER: dict[str, Any] = {
 def test_on_a_gpu_with_triton_our_own_kernel_writes_codes() -> None:
     assert choose_encoder(**HOPPER) == Encoder("triton", "both directions from one read through Triton 3.6.0")
     for format in FORMATS.values():
-        tile, (tall, wide) = encoder_tile(format), format.block
+        tall, wide = format.block
         assert choose_encoder(**{**HOPPER, "format": format}).backend == "triton"
-        assert all(side % block == 0 for side in (tile.rows, tile.cols) for block in (tall, wide))
+        for rows, cols in ((True, True), (True, False), (False, True)):
+            tile = encoder_tile(format, rows=rows, cols=cols)
+            assert not rows or (tile.rows % tall, tile.cols % wide) == (0, 0)
+            assert not cols or (tile.cols % tall, tile.rows % wide) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +241,11 @@ def test_on_a_gpu_with_triton_our_own_kernel_writes_codes() -> None:
         ({"device": "cpu"}, "cpu"),
         ({"capability": None}, "CUDA"),
         ({"triton": None}, "pip install triton"),
-        ({"shape": (4, 2**21)}, "2097152"),
-        ({"shape": (2**16, 4, 4)}, "65536"),
+        ({"shape": (8, 2**21)}, "2097152"),
+        ({"shape": (2**16, 8, 8)}, "65536"),
+        ({"shape": (4, 64)}, "multiples of 8"),
+        ({"shape": (64, 100)}, "multiples of 8"),
+        ({"dtype": "fp32"}, "fp32"),
         ({"format": BlockFormat("e4m3", (1, 16), "fp32")}, "(1, 16)"),
     ],
 )

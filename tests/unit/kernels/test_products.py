@@ -73,7 +73,7 @@ def interprets() -> bool:
 
 
 @pytest.mark.skipif(not interprets(), reason="needs Triton 3.9 or later")
-@pytest.mark.parametrize("name", sampled(INTERPRETED, "stats"))
+@pytest.mark.parametrize("name", sampled(INTERPRETED))
 def test_the_kernels_are_right_in_tritons_interpreter(name: str) -> None:
     """In a process of its own: Triton decides at its first import whether it interprets."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/gpu/test_{name}.py"]

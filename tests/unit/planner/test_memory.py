@@ -106,6 +106,14 @@ def test_frozen_params_count_as_params_and_as_nothing_else() -> None:
     assert with_it.total == without.total + 400
 
 
+@pytest.mark.parametrize("gather", ["quantized", "bf16"])
+def test_a_param_that_was_quantised_and_then_frozen_has_codes_and_values(gather: str) -> None:
+    frozen = ParamSpec(fqn="c", shape=(64, 64), dtype=DType.BF16, trainable=False, recipe="mxfp8")
+    without, with_it = (planned(table, world=2, param_gather=gather)[0] for table in (TWO, ParamTable((*TWO, frozen))))
+    assert with_it.params == without.params + 4096 * 2 + 2 * (4096 + 128)
+    assert with_it.at_rest == without.at_rest + 4096 * 2 + 2 * (4096 + 128)
+
+
 @pytest.mark.parametrize("layout", ["flat", "padded", "compact"])
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_shards_add_up_to_the_whole(layout: str, world: int) -> None:

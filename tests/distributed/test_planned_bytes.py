@@ -468,6 +468,7 @@ def recipes_of(layout: str, world: int) -> list[Setup]:
         replace(base, param_gather="bf16"),
         replace(base, frozen=("up.weight", "norm.weight")),
         replace(base, frozen=("up.weight",), param_gather="bf16"),
+        replace(base, frozen=("up.weight",), recipe="torchao"),
         replace(base, grad_dtype=torch.bfloat16),
         replace(base, reducer="ordered", shard_grads=True),
         replace(base, param_sync="broadcast"),

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from layerwise.checkpoint.torch_planners import LoadPlanner, SavePlanner, TrainState
     from layerwise.comm.joining import init
     from layerwise.engine.loss_scale import LossScale
+    from layerwise.kernels.foreign import register_quantized
+    from layerwise.kernels.stored import QuantizedStorage
+    from layerwise.models.adopting import adopt
     from layerwise.models.logits import record_logits
     from layerwise.models.quantizing import quantize
     from layerwise.optim.optimizer import Optimizer
@@ -40,15 +43,18 @@ __all__ = [
     "NorMuon",
     "Optimizer",
     "QKClip",
+    "QuantizedStorage",
     "RouteRule",
     "SavePlanner",
     "Split",
     "TrainState",
     "__version__",
+    "adopt",
     "init",
     "load",
     "quantize",
     "record_logits",
+    "register_quantized",
     "save",
 ]
 
@@ -58,12 +64,15 @@ _LAZY = {
     "LoadPlanner": "layerwise.checkpoint.torch_planners",
     "LossScale": "layerwise.engine.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
+    "QuantizedStorage": "layerwise.kernels.stored",
     "SavePlanner": "layerwise.checkpoint.torch_planners",
     "TrainState": "layerwise.checkpoint.torch_planners",
+    "adopt": "layerwise.models.adopting",
     "init": "layerwise.comm.joining",
     "load": "layerwise.checkpoint.loading",
     "quantize": "layerwise.models.quantizing",
     "record_logits": "layerwise.models.logits",
+    "register_quantized": "layerwise.kernels.foreign",
     "save": "layerwise.checkpoint.saving",
 }
 

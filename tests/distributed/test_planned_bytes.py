@@ -26,6 +26,7 @@ from layerwise.layout.choice import sent_by_rank
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.timing import numbers_of
+from tests.foreign import with_mx_weights
 from tests.marks import sampled
 from tests.ranks import run_ranks
 from tests.worlds import Zoo, cohorts_of, deliver, gradient
@@ -301,7 +302,10 @@ def differences(
 
 
 def quantized(setup: Setup, module: nn.Module) -> nn.Module:
-    made = layerwise.quantize(module, setup.recipe, skip=setup.skip) if setup.recipe else module
+    if setup.recipe == "torchao":
+        made = layerwise.adopt(module, with_mx_weights(module, skip=("head.weight", *setup.skip), swizzled=True))
+    else:
+        made = layerwise.quantize(module, setup.recipe, skip=setup.skip) if setup.recipe else module
     for fqn in setup.frozen:
         made.get_parameter(fqn).requires_grad_(False)
     return made
@@ -434,7 +438,7 @@ class Blocks(nn.Module):
         self.head = nn.Linear(unit, 11, bias=False)
 
 
-UNITS = {"mxfp8": 32, "blockwise": 128}
+UNITS = {"mxfp8": 32, "blockwise": 128, "torchao": 32}
 
 
 def run_recipes(rank: int, world: int, setups: list[Setup]) -> list[str]:
@@ -464,6 +468,7 @@ def recipes_of(layout: str, world: int) -> list[Setup]:
         replace(base, param_gather="bf16"),
         replace(base, frozen=("up.weight", "norm.weight")),
         replace(base, frozen=("up.weight",), param_gather="bf16"),
+        replace(base, frozen=("up.weight",), recipe="torchao"),
         replace(base, grad_dtype=torch.bfloat16),
         replace(base, reducer="ordered", shard_grads=True),
         replace(base, param_sync="broadcast"),

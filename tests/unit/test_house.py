@@ -90,15 +90,18 @@ def test_the_public_names_are_pinned() -> None:
         "NorMuon",
         "Optimizer",
         "QKClip",
+        "QuantizedStorage",
         "RouteRule",
         "SavePlanner",
         "Split",
         "TrainState",
         "__version__",
+        "adopt",
         "init",
         "load",
         "quantize",
         "record_logits",
+        "register_quantized",
         "save",
     ]
     assert all(getattr(layerwise, name) is not None for name in layerwise.__all__)

@@ -44,14 +44,13 @@ def kept_nbytes(spec: ParamSpec, param_gather: ParamGather) -> int:
     """Bytes of what every rank keeps of a param for forward to read, without padding. Nobody takes a master from one that is
     frozen, so it has the values that its codes were made of beside them.
 
-    >>> spec = ParamSpec(fqn="a.weight", shape=(64, 64), dtype=DType.BF16, recipe="mxfp8")
+    >>> spec = ParamSpec(fqn="a.weight", shape=(64, 64), dtype=DType.BF16, recipe="mxfp8", codes_nbytes=8448)
     >>> kept_nbytes(spec, "bf16"), kept_nbytes(spec, "quantized"), kept_nbytes(replace(spec, trainable=False), "quantized")
     (8192, 8448, 16640)
     """
     if not spec.recipe or (spec.trainable and param_gather == "bf16"):
         return spec.nbytes
-    codes = RECIPES[spec.recipe].nbytes(spec.shape)
-    return codes if spec.trainable else codes + spec.nbytes
+    return spec.codes_nbytes if spec.trainable else spec.codes_nbytes + spec.nbytes
 
 
 def block_problem(spec: ParamSpec, recipe: Recipe) -> str:
@@ -103,4 +102,8 @@ def quantized_table(table: ParamTable, recipe: str, skip: Sequence[str] = (), wh
         return block_problem(spec, chosen)
 
     kept = {spec.fqn for spec in kept_as_codes(table, chosen, skip, whose, problem_of)}
-    return ParamTable(tuple(replace(spec, recipe=chosen.name) if spec.fqn in kept else spec for spec in table))
+
+    def quantized(spec: ParamSpec) -> ParamSpec:
+        return replace(spec, recipe=chosen.name, codes_nbytes=chosen.nbytes(spec.shape))
+
+    return ParamTable(tuple(quantized(spec) if spec.fqn in kept else spec for spec in table))

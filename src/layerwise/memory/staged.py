@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import StateError
-from layerwise.kernels.stored import Stored
+from layerwise.kernels.stored import ParamStorage
 from layerwise.layout.storage import STAGING_SLOTS
 from layerwise.memory.replicas import Replica, ReplicaState
 
@@ -69,7 +69,7 @@ class KeptCodes:
     """A param of a staged bucket that is kept as codes."""
 
     part: slice
-    stored: Stored
+    stored: ParamStorage
 
     @property
     def held(self) -> tuple[Tensor, ...]:

@@ -1,7 +1,8 @@
-"""Params that are kept as codes of eight bits: to whoever reads one it is a bf16 tensor, with the values that its codes stand
-for.
+"""Params that are kept as codes, ours or those of others: to whoever reads one it is a bf16 tensor, with the values that its
+codes stand for.
 
-Products read the codes of the direction that they sum over: forward those by rows, the input's gradient those by columns.
+Products read the codes of the direction that they sum over, where there are two: forward those by rows, the input's gradient
+those by columns.
 Whatever else is done with such a param is done with its values, by rows. A gradient is a plain tensor, of full precision.
 None of it is traced by torch.compile: a graph would keep what it saw of codes, and read that for ever.
 """
@@ -18,29 +19,28 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from layerwise.errors import StateError
-from layerwise.kernels.quantized_products import product
-from layerwise.kernels.stored import Stored
+from layerwise.kernels.stored import ParamStorage
 from layerwise.models.tracing import never_traced
 
 _aten = torch.ops.aten
 
 
 class QuantizedTensor(Tensor):
-    """One logical bf16 tensor over `Stored`."""
+    """One logical bf16 tensor over whatever keeps its codes."""
 
-    stored: Stored
+    stored: ParamStorage
 
     @staticmethod
-    def __new__(cls, stored: Stored, device: torch.device) -> QuantizedTensor:
+    def __new__(cls, stored: ParamStorage, device: torch.device) -> QuantizedTensor:
         made: QuantizedTensor = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=torch.bfloat16, device=device)
         made.stored = stored
         return made
 
-    def __init__(self, stored: Stored, device: torch.device) -> None:
+    def __init__(self, stored: ParamStorage, device: torch.device) -> None:
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({list(self.shape)}, recipe={self.stored.recipe.name!r})"
+        return f"{type(self).__name__}({list(self.shape)}, recipe={self.stored.name!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = _base(self.stored.copy(), self.device)
@@ -109,7 +109,7 @@ def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _base(stored: Stored, device: torch.device) -> QuantizedTensor:
+def _base(stored: ParamStorage, device: torch.device) -> QuantizedTensor:
     return QuantizedTensor(stored, device)
 
 
@@ -128,7 +128,7 @@ class _Product(torch.autograd.Function):
         stored = weight.stored
         ctx.save_for_backward(x, weight)
         ctx.by_rows, ctx.writes = by_rows, stored.writes
-        return product(x, stored.rows() if by_rows else stored.cols(), stored.recipe)
+        return stored.product(x, by_rows=by_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -142,7 +142,7 @@ class _Product(torch.autograd.Function):
             )
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = product(grad, stored.cols() if ctx.by_rows else stored.rows(), stored.recipe)
+            of_x = stored.product(grad, by_rows=not ctx.by_rows)
         if ctx.needs_input_grad[1]:
             left, right = (grad, x) if ctx.by_rows else (x, grad)
             if weight.dim() == 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,15 +38,26 @@ def quantize(module: nn.Module, recipe: str = "mxfp8", *, skip: Sequence[str] = 
         type(module).__name__,
         lambda spec: _problem(spec, params[spec.fqn], chosen),
     )
-    modules = dict(names.named_modules(module, remove_duplicate=False))
-    for spec in wanted:
-        old = params[spec.fqn]
-        made = nn.Parameter(QuantizedTensor(Stored(chosen, old.detach().contiguous()), old.device))
-        for fqn in (spec.fqn, *spec.aliases):
-            holder, _, name = fqn.rpartition(".")
-            setattr(modules[holder], name, made)
-            _made.setdefault(modules[holder], {})[name] = chosen.name
+    put_params(
+        module,
+        {
+            (spec.fqn, *spec.aliases): nn.Parameter(
+                QuantizedTensor(Stored(chosen, params[spec.fqn].detach().contiguous()), params[spec.fqn].device)
+            )
+            for spec in wanted
+        },
+    )
     return module
+
+
+def put_params(module: nn.Module, made: Mapping[tuple[str, ...], nn.Parameter]) -> None:
+    """Have a module's params be these, which are kept as codes, under all their names."""
+    modules = dict(names.named_modules(module, remove_duplicate=False))
+    for fqns, param in made.items():
+        for fqn in fqns:
+            holder, _, name = fqn.rpartition(".")
+            setattr(modules[holder], name, param)
+            _made.setdefault(modules[holder], {})[name] = recipe_of(param)
 
 
 _made: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()

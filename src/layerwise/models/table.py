@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from layerwise.dtypes import DType
-from layerwise.kernels.stored import recipe_of
+from layerwise.kernels.stored import codes_nbytes_of, recipe_of
 from layerwise.models import names
 from layerwise.models.known import is_transposed_linear, known_splits
 from layerwise.models.names import joined, unwrapped
@@ -555,6 +555,7 @@ def _chunk_specs(
                 misfit=splits.misfits.get(place.fqn, ""),
                 domain=next((domains[name] for name in (fqn, *aliases) if name in domains), DENSE),
                 recipe=recipe_of(param),
+                codes_nbytes=codes_nbytes_of(param),
             ),
         )
 

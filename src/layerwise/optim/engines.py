@@ -28,9 +28,11 @@ from layerwise.comm.groups import (
 from layerwise.comm.sharded import groups_of, is_sharded, placements_of, reshard
 from layerwise.engine.engine import Engine, Settings
 from layerwise.errors import StateError
+from layerwise.kernels.foreign import adapter_of
 from layerwise.layout.options import Memory, Options
+from layerwise.models.adopting import not_adopted
 from layerwise.models.forward.evidence import evidence_for
-from layerwise.models.names import unwrapped
+from layerwise.models.names import named_parameters, unwrapped
 from layerwise.models.quantizing import first_quantized
 from layerwise.models.table import domains_by_prefix, named_params
 from layerwise.routing.rules import RouteRule
@@ -90,7 +92,10 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
 
 
 def _refuse_codes(model: nn.Module) -> None:
-    """Raise for a param that is kept as codes: here nobody would make new ones of what a step leaves."""
+    """Raise for a param that is kept as codes, ours or those of others: here nobody would make new ones of what a step leaves."""
+    for fqn, param in named_parameters(model):
+        if param.requires_grad and adapter_of(param) is not None:
+            raise not_adopted(fqn, param)
     found = first_quantized(model)
     if found is not None:
         fqn, recipe = found

@@ -33,6 +33,7 @@ from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamGather, ParamSync, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
+from layerwise.models.adopting import refuse_foreign
 from layerwise.models.forward.evidence import evidence_for
 from layerwise.models.names import named_buffers, named_parameters, unwrapped
 from layerwise.models.table import plain_dtype
@@ -79,7 +80,8 @@ class DataParallel(nn.Module):
         param_sync: "gather", or "broadcast", which sends every piece on its own: slow, to compare with.
         param_gather: what is kept of params that `layerwise.quantize()` has made codes of. "quantized": codes alone; a gather
             brings bf16 to idle gradient memory, and every rank makes codes of it. "bf16": what the gather brings, and codes
-            are made whenever they are used; the same bits, to compare with.
+            are made whenever they are used; the same bits, to compare with. Of params that `layerwise.adopt()` has taken over
+            there are codes alone.
         shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
         staging: where the exchange of matrices has its staging memory: "slots" of its own, or "gradients", which leases
             gradient memory that is idle in `step()`.
@@ -140,6 +142,7 @@ class DataParallel(nn.Module):
                 )
             if overlap_param_gather:
                 refuse_scripted(chunks)
+            refuse_foreign(chunks, param_gather)
             dtype = plain_dtype(grad_dtype, "grad_dtype")
             options = Options(
                 layout=layout,

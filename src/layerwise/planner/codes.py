@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layerwise.dtypes import DType
-from layerwise.layout.recipes import RECIPES
 from layerwise.routing.spec import ParamTable
 
 
@@ -53,6 +52,6 @@ def codes_of(table: ParamTable) -> Codes | None:
         recipe=kept[0].recipe,
         params=len(kept),
         elements=elements,
-        nbytes=sum(RECIPES[param.recipe].nbytes(param.shape) for param in kept),
+        nbytes=sum(param.codes_nbytes for param in kept),
         bf16_nbytes=elements * DType.BF16.itemsize,
     )

@@ -75,6 +75,8 @@ class ParamSpec:
     """Which of the rank's modules it belongs to: interleaved pipelines have several."""
     recipe: str = ""
     """How its values were quantised, where they are."""
+    codes_nbytes: int = 0
+    """Bytes of the codes that are kept of it then."""
 
     @property
     def numel(self) -> int:

@@ -108,7 +108,7 @@ def test_frozen_params_count_as_params_and_as_nothing_else() -> None:
 
 @pytest.mark.parametrize("gather", ["quantized", "bf16"])
 def test_a_param_that_was_quantised_and_then_frozen_has_codes_and_values(gather: str) -> None:
-    frozen = ParamSpec(fqn="c", shape=(64, 64), dtype=DType.BF16, trainable=False, recipe="mxfp8")
+    frozen = ParamSpec(fqn="c", shape=(64, 64), dtype=DType.BF16, trainable=False, recipe="mxfp8", codes_nbytes=8448)
     without, with_it = (planned(table, world=2, param_gather=gather)[0] for table in (TWO, ParamTable((*TWO, frozen))))
     assert with_it.params == without.params + 4096 * 2 + 2 * (4096 + 128)
     assert with_it.at_rest == without.at_rest + 4096 * 2 + 2 * (4096 + 128)

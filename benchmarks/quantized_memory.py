@@ -127,9 +127,18 @@ def held_nbytes() -> int:
     counts is where memory lies."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    plain = [tensor for tensor in tensors if tensor.device.type != "meta" and not hasattr(tensor, "stored")]
-    storages = [tensor.untyped_storage() for tensor in plain if tensor.layout is torch.strided]
-    return union_nbytes((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
+    return union_nbytes(place for tensor in tensors if (place := _place(tensor)) is not None)
+
+
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Where a tensor's memory begins and ends, if it has any."""
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided or hasattr(tensor, "stored"):
+        return None
+    storage = tensor.untyped_storage()
+    try:
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    except RuntimeError:  # one that torch.compile has seen in place of a tensor
+        return None
 
 
 def kept_nbytes(device: str) -> int:

@@ -126,7 +126,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("world", sampled([1, 2], 1))
+@pytest.mark.parametrize("world", sampled([1, 2]))
 def test_all_buckets_are_launched_in_backward_once_one_was_seen(world: int) -> None:
     ways = [*WAYS, *MORE]
     for results in run_ranks(world, launches, ways):

@@ -58,6 +58,7 @@ def test_tensor_parallelism_beside_data_parallelism() -> None:
         assert history[-1] < history[0] - 0.3
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     runs = [
         (free_port(), ["--lr", "0.01", "--steps", "8"]),

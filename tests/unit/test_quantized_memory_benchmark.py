@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,29 +20,29 @@ from layerwise.planner.codes import codes_of
 from layerwise.planner.memory import Memory
 from layerwise.planner.presets import preset
 from layerwise.train.model import GPT
+from tests.ranks import run_ranks
 
 TINY = Setting(shape=replace(SMALL, n_layers=1, vocab_size=256), device="cpu", bucket_mib=1.0)
 EXACT = 4096
 """Bytes of vectors that are no part of a plan: statistics, a learning rate."""
 
 
-def test_what_overlaps_is_counted_once() -> None:
+def counted_once(rank: int, world: int) -> int:
     kept = torch.zeros(1000)
     before = benchmark.held_nbytes()
     parts = [kept[:10], kept.view(10, 100), torch.zeros(25)]
-    assert benchmark.held_nbytes() - before == 100
+    after = benchmark.held_nbytes()
     assert len(parts) == 3
+    return after - before
+
+
+def test_what_overlaps_is_counted_once() -> None:
+    assert run_ranks(1, counted_once) == [100]
     assert benchmark.union_nbytes([(100, 200), (150, 160), (199, 201), (300, 301)]) == 102
 
 
-@pytest.mark.parametrize("mode", [MODES[1], pytest.param(MODES[2], marks=pytest.mark.slow)])
-def test_a_run_holds_what_is_planned_at_rest_and_a_tensor_more_is_seen(
-    mode: benchmark.Mode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmark, "STEPS", 1)
-    found = benchmark.measure(mode, TINY)
-    assert 0 <= found.at_rest - found.planned.at_rest < EXACT
-    # The control: what was given is kept beside its codes.
+def held_and_hoarded(rank: int, world: int, mode: benchmark.Mode) -> tuple[Found, Found, int]:
+    """What a run holds; and, for the control, what one holds in which what was given is kept beside its codes."""
     hoarded = []
     quantize = benchmark.layerwise.quantize
 
@@ -49,10 +50,20 @@ def test_a_run_holds_what_is_planned_at_rest_and_a_tensor_more_is_seen(
         hoarded.extend(param.detach() for param in module.parameters() if param.dim() == 2)
         return quantize(module, recipe)
 
-    monkeypatch.setattr(benchmark.layerwise, "quantize", hoarding)
-    more = benchmark.measure(mode, TINY)
+    with mock.patch.object(benchmark, "STEPS", 1):
+        found = benchmark.measure(mode, TINY)
+        with mock.patch.object(benchmark.layerwise, "quantize", hoarding):
+            more = benchmark.measure(mode, TINY)
+    return found, more, sum(tensor.nbytes for tensor in hoarded)
+
+
+@pytest.mark.parametrize("mode", [MODES[1], pytest.param(MODES[2], marks=pytest.mark.slow)])
+def test_a_run_holds_what_is_planned_at_rest_and_a_tensor_more_is_seen(mode: benchmark.Mode) -> None:
+    """In a process of its own: all tensors of a process are counted, and other tests have some."""
+    ((found, more, hoarded),) = run_ranks(1, held_and_hoarded, mode)
+    assert 0 <= found.at_rest - found.planned.at_rest < EXACT
     assert benchmark.misses(benchmark.rows_of([more])) != []
-    assert more.at_rest - found.at_rest == sum(tensor.nbytes for tensor in hoarded)
+    assert more.at_rest - found.at_rest == hoarded > 0
 
 
 def test_the_model_has_a_sixteenth_of_the_weights_in_every_part() -> None:

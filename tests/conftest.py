@@ -44,6 +44,21 @@ BROAD = 5
 """Of the cases of a test that is marked as broad, `make test` runs one in so many: the first, and then every fifth."""
 OF_RANKS, BROAD_OF_RANKS = ("distributed", "regressions"), 3
 """Tests of several ranks take seconds each: all that have cases are broad, and one in so many is run."""
+DEEP = (
+    "test_checkpoint_fit.py",
+    "test_ddp.py",
+    "test_dropped_groups.py",
+    "test_fsdp2_changes.py",
+    "test_fsdp2_life.py",
+    "test_mesh_zoo.py",
+    "test_quantized_life.py",
+    "test_sharded_state.py",
+    "test_sharded_training.py",
+    "test_trainer_checkpoints.py",
+    "test_trainer_moe.py",
+    "test_trainer_pp.py",
+)
+"""Files of these that look at every side of one thing, which others use: of all their tests together, one in so many."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = item.path.relative_to(here)
         is_of_ranks = place.parts[0] in OF_RANKS
         if (is_of_ranks or item.get_closest_marker("broad")) and not item.get_closest_marker("slow"):
-            name = item.nodeid.partition("[")[0]
+            name = place.as_posix() if is_of_ranks and place.name in DEEP else item.nodeid.partition("[")[0]
             if seen[name] % (BROAD if item.get_closest_marker("broad") else BROAD_OF_RANKS):
                 item.add_marker("slow")
             seen[name] += 1

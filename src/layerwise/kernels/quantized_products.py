@@ -26,9 +26,8 @@ def product(x: Tensor, weight: Codes, recipe: Recipe) -> Tensor:
     if weight.values.dim() == 2:
         x = x.reshape(-1, shape[-1])
     num_rows = x.shape[-2]
-    x = (
-        F.pad(x, (0, 0, 0, -num_rows % TOGETHER)) if x.is_cuda else x.contiguous()
-    )  # our own kernel takes so many together
+    missing = -num_rows % TOGETHER if x.is_cuda else 0  # our own kernel takes so many rows together
+    x = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
     seen = encode(x, recipe.activations)
     if multiplies_codes(seen, weight):
         out = _product_of_codes(seen, weight, x.dtype)

@@ -183,10 +183,10 @@ def _compute(x: Tensor, weight: QuantizedTensor, *, by_rows: bool) -> Tensor:
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(kind))
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype is not torch.bfloat16:
         raise TypeError(
             f"an input of dtype {x.dtype} meets a quantised weight: expected bf16. Convert the model's inputs, or run it under "
-            "torch.autocast."
+            "torch.autocast with dtype=torch.bfloat16."
         )
     found: Tensor = _Product.apply(x, weight, by_rows)  # type: ignore[no-untyped-call]
     return found

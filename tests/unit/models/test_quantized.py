@@ -138,10 +138,13 @@ def test_a_graph_of_before_is_refused_once_codes_are_new() -> None:
         out.sum().backward()
 
 
-def test_an_input_in_fp32_is_refused_unless_autocast_says_otherwise() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_input_that_is_not_bf16_is_refused_unless_autocast_says_otherwise(dtype: torch.dtype) -> None:
     weight, _ = param("mxfp8")
-    x = torch.ones(2, 96)
+    x = torch.ones(2, 96, dtype=dtype)
     with pytest.raises(TypeError, match="expected bf16"):
+        F.linear(x, weight)
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(TypeError, match="expected bf16"):
         F.linear(x, weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert F.linear(x, weight).dtype == torch.bfloat16

@@ -142,6 +142,29 @@ def look_at(model_type: str) -> dict[str, Any]:
     return found
 
 
+def summary_of(types: dict[str, Any]) -> dict[str, Any]:
+    """What all types together show."""
+    built = {name: found for name, found in types.items() if found.get("class")}
+    followed = [found for found in built.values() if not found["problem"]]
+
+    def named(key: str) -> list[str]:
+        return [name for name, found in built.items() if found[key]]
+
+    return {
+        "types": len(types),
+        "built": len(built),
+        "followed to the end": len(followed),
+        "params": sum(found["params"] for found in built.values()),
+        "right": sum(found["right"] for found in built.values()),
+        "types with a silent disagreement": named("silent"),
+        "types with a disagreement that a fallback shows": [
+            name for name in named("disagree") if not built[name]["silent"]
+        ],
+        "types with refused params": named("refused"),
+        "types with params not seen": len(named("unseen")),
+    }
+
+
 @contextlib.contextmanager
 def _limited(seconds: int) -> Iterator[None]:
     def stop(*_: object) -> None:
@@ -173,10 +196,12 @@ def main() -> None:
         results[model_type] = found
         summary = {key: value if isinstance(value, int | float | str) else len(value) for key, value in found.items()}
         print(model_type, summary, flush=True)
+        types = dict(sorted(results.items()))
         document = {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
-            "types": dict(sorted(results.items())),
+            "summary": summary_of(types),
+            "types": types,
         }
         path.write_text(json.dumps(document, indent=1) + "\n")
         gc.collect()

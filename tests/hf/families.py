@@ -35,6 +35,7 @@ def _dbrx() -> tuple[type, Config]:
 
 FAMILIES: dict[str, Callable[[], tuple[type, Config]]] = {
     "convnext": _of("ConvNextForImageClassification", "ConvNextConfig", depths=[1, 1, 1, 1]),
+    "cvt": _of("CvtForImageClassification", "CvtConfig", depth=[1, 2, 3]),
     "dbrx": _dbrx,
     "deberta": _of("DebertaForMaskedLM", "DebertaConfig", num_hidden_layers=1, relative_attention=True, pos_att_type=["c2p", "p2c"]),
     "deepseek_v2": _of("DeepseekV2ForCausalLM", "DeepseekV2Config", num_hidden_layers=2, num_experts_per_tok=2, n_routed_experts=6),
@@ -48,10 +49,12 @@ FAMILIES: dict[str, Callable[[], tuple[type, Config]]] = {
     "kimi_linear": _of("KimiLinearForCausalLM", "KimiLinearConfig", num_hidden_layers=4),
     "lfm2": _of("Lfm2ForCausalLM", "Lfm2Config", num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"]),
     "llava": _llava,
+    "parakeet_ctc": _of("ParakeetForCTC", "ParakeetCTCConfig", encoder_config={"num_hidden_layers": 1}),
     "qwen3_5": _of("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", num_hidden_layers=4),
     "qwen3_next": _of("Qwen3NextForCausalLM", "Qwen3NextConfig", num_hidden_layers=4, num_experts=12),
     "recurrent_gemma": _of("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", num_hidden_layers=3),
     "rwkv": _of("RwkvForCausalLM", "RwkvConfig", num_hidden_layers=2),
+    "speech_to_text": _of("Speech2TextForConditionalGeneration", "Speech2TextConfig", encoder_layers=1, decoder_layers=1),
     "swin": _of("SwinForImageClassification", "SwinConfig", depths=[2, 1], num_heads=[3, 6]),
     "wav2vec2": _of("Wav2Vec2ForCTC", "Wav2Vec2Config", num_hidden_layers=1),
     "xlnet": _of("XLNetLMHeadModel", "XLNetConfig", n_layer=1),

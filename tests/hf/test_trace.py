@@ -30,7 +30,7 @@ NOT_SEEN = {
 }
 """Params that their inputs do not reach, by the beginning of their names."""
 QUICK = ("gpt2", "falcon", "qwen3_moe", "deepseek_v3", "mamba2", "t5", "clip")
-QUICK_FAMILIES = ("lfm2", "diffllama", "deberta", "jetmoe")
+QUICK_FAMILIES = ("lfm2", "diffllama", "deberta", "jetmoe", "speech_to_text")
 
 
 @cache

@@ -127,6 +127,26 @@ def _blocks(name: str, count: int) -> Describe:
     return describe
 
 
+def _gated_convolutions(*names: str) -> Describe:
+    """Convolutions onto twice the channels that come out, values and then gates, where the module has them."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        shapes = {f"{name}.weight": _shape(module, f"{name}.weight") for name in names}
+        return {
+            name: row_blocks(shape, (shape[0] // 2,) * 2)
+            for name, shape in shapes.items()
+            if len(shape) == 3 and shape[0] == 2 * shape[1]
+        }
+
+    return describe
+
+
+def _subsampler(module: nn.Module) -> Mapping[str, Split]:
+    """Convolutions one after the other, each with values and gates for the next one."""
+    shapes = {name: tuple(param.shape) for name, param in module.named_parameters() if name.endswith(".weight")}
+    return {name: row_blocks(shape, (shape[0] // 2,) * 2) for name, shape in shapes.items() if len(shape) == 3}
+
+
 def _falcon(module: nn.Module) -> Mapping[str, Split]:
     """Three layouts: groups of queries with their key and value; head by head; all queries, then one key and value."""
     name = "query_key_value.weight"
@@ -428,6 +448,7 @@ _KNOWN: dict[str, Describe] = {
     "DeepseekV4HyperConnection": _hyper_connections,
     "Glm5NextTextHyperConnection": _hyper_connections,
     "HYV4HyperConnection": _hyper_connections,
+    "Conv1dSubsampler": _subsampler,
     "XLNetRelativeAttention": _axes_of_heads("q", "k", "v", "r", outputs=("o",)),
     "FunnelRelMultiheadAttention": _axes_of_heads("r_kernel"),
     "JetMoeAttention": _blocks("kv_proj.weight", 2),
@@ -442,7 +463,12 @@ _KNOWN: dict[str, Describe] = {
     "Exaone4_5_VisionAttention": _grouped_query("qkv.weight"),
     **dict.fromkeys(_QKV_IN_THIRDS, _blocks("qkv.weight", 3)),
 }
-_KNOWN_BY_ENDING: dict[str, Describe] = {"Experts": _experts, "Attention": _latent_attention}
+_KNOWN_BY_ENDING: dict[str, Describe] = {
+    "Experts": _experts,
+    "Attention": _latent_attention,
+    "ConvolutionModule": _gated_convolutions("pointwise_conv1"),
+    "AdapterLayer": _gated_convolutions("conv"),
+}
 """Whole families that share a layout; their entries answer only if the module has what that layout needs."""
 
 
@@ -456,7 +482,9 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 def _trains(module: nn.Module) -> bool:
     """Whether one of the projections is trainable: frozen ones may be quantised, in shapes that mean nothing here."""
-    children = (unwrapped(getattr(child, "base_layer", child)) for _, child in named_children(module))
+    listed = [child for _, child in named_children(module) if isinstance(child, nn.ModuleList)]
+    named = [child for holder in (module, *listed) for _, child in named_children(holder)]
+    children = (unwrapped(getattr(child, "base_layer", child)) for child in named)
     return any(param.requires_grad for holder in (module, *children) for param in holder.parameters(recurse=False))
 
 

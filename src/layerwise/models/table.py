@@ -80,7 +80,7 @@ _GATE = re.compile(r"[Gg]at(e|ing)\b|[Rr]outer")
 """What is called a gate, and not a gated layer."""
 _FEW_CHANNELS = 4
 """Pixels have at most this many channels (red, green, blue, alpha): a convolution that reads so few reads the input."""
-_INPUT_CHANNELS = ("num_channels", "in_channels", "num_mel_bins", "in_chans")
+_INPUT_CHANNELS = ("num_channels", "in_channels", "num_mel_bins", "in_chans", "input_feat_per_channel")
 """Names by which configs say how many channels the model's input has."""
 _NOT_TOKENS = ("pos", "type", "segment")
 _ADAPTER_PARTS = frozenset({"base_layer", "original_module"})
@@ -460,19 +460,20 @@ def _routers(modules: Mapping[str, nn.Module]) -> dict[int, int]:
 
 def _input_convolutions(modules: Mapping[str, nn.Module], blocks: frozenset[str]) -> set[int]:
     """`id`s of the weights of convolutions that read the model's input: images of as few channels as pixels have, or as
-    many channels as a config says that the input has; outside the repeated blocks."""
+    many channels as a config says that the input has; outside the repeated blocks, or before all other convolutions."""
     counts: set[int] = set()
     for config in {
         id(found): found for child in modules.values() if (found := getattr(child, "config", None))
     }.values():
         counts.update(found for name in _INPUT_CHANNELS if isinstance(found := getattr(config, name, None), int))
+    convolutions = {name: child for name, child in modules.items() if isinstance(child, _ConvNd)}
+    first = next(iter(convolutions), None)
     return {
         id(_weight(child))
-        for name, child in modules.items()
-        if isinstance(child, _ConvNd)
-        and child.groups == 1
+        for name, child in convolutions.items()
+        if child.groups == 1
         and (child.in_channels in counts or (child.in_channels <= _FEW_CHANNELS and len(child.kernel_size) > 1))
-        and not _within(name, blocks)
+        and (name == first or not _within(name, blocks))
     }
 
 

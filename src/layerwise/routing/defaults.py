@@ -5,6 +5,7 @@ Each rule says yes with a reason or says nothing; the first that speaks decides.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from layerwise.routing.spec import EXPERT, ModuleKind, ParamSpec
 
 Family = Literal["matrix", "other", "frozen"]
 
-_HEAD_NAMES = frozenset({"lm_head", "head", "output", "unembed", "unembedding", "classifier", "score", "embed_out"})
+_HEAD_NAMES = frozenset(
+    {"lm_head", "head", "output", "unembed", "unembedding", "classifier", "score", "embed_out", "ctc_head"}
+)
 _TABLE_WORDS = ("embed", "pos", "token")
 _ROUTER_NAMES = frozenset({"router", "router_proj", "gate_network"})
 _LORA_STARTS = ("lora_a", "lora_b", "lora_embedding_a", "lora_embedding_b")
@@ -112,7 +115,8 @@ def _head(param: ParamSpec) -> str | None:
     if param.maps_to_labels:
         return "is an output head: a linear layer onto the labels of the model's config"
     holder = _holder(param)
-    if param.module_kind is ModuleKind.LINEAR and holder in _HEAD_NAMES and not param.in_block:
+    is_pointwise = param.module_kind is ModuleKind.CONV and math.prod(param.shape[2:]) == 1
+    if (param.module_kind is ModuleKind.LINEAR or is_pointwise) and holder in _HEAD_NAMES and not param.in_block:
         return f"is an output head, going by its name {holder!r}"
     return None
 

@@ -33,7 +33,7 @@ def product(x: Tensor, weight: Codes, recipe: Recipe) -> Tensor:
         out = _product_of_codes(seen, weight, x.dtype)
     else:
         out = decode(seen, x.dtype) @ decode(weight, x.dtype).mT
-    return out[..., :num_rows, :].reshape(*shape[:-1], -1)
+    return out[..., :num_rows, :].reshape(*shape[:-1], out.shape[-1])
 
 
 def multiplies_codes(x: Codes, weight: Codes) -> bool:

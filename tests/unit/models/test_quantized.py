@@ -138,6 +138,20 @@ def test_a_graph_of_before_is_refused_once_codes_are_new() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("recipe", SIZES)
+def test_an_expert_that_gets_no_tokens_has_a_gradient_of_zeros(recipe: str) -> None:
+    weight, _ = param(recipe)
+    rows, cols = SIZES[recipe]
+    x = torch.zeros(0, cols, dtype=torch.bfloat16, requires_grad=True)
+    out = F.linear(x, weight)
+    assert out.shape == (0, rows)
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, cols)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_input_that_is_not_bf16_is_refused_unless_autocast_says_otherwise(dtype: torch.dtype) -> None:
     weight, _ = param("mxfp8")

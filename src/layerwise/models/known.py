@@ -6,7 +6,7 @@ two. Sizes are read from the module or from its `config`, never guessed from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -46,6 +46,13 @@ def _pair(module: nn.Module, name: str) -> tuple[int, int]:
     if len(shape) != 2:
         raise ValueError(f"it has no 2-D param {name!r}.")
     return shape[0], shape[1]
+
+
+def _wide(module: nn.Module, name: str) -> tuple[int, ...]:
+    shape = _shape(module, name)
+    if len(shape) < 2:
+        raise ValueError(f"it has no param {name!r} of two or more dims.")
+    return shape
 
 
 def _triple(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -139,6 +146,40 @@ def _gated_convolutions(*names: str) -> Describe:
         }
 
     return describe
+
+
+def _halves(name: str) -> Describe:
+    """A convolution whose channels part ways, half and half."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        shape = _wide(module, name)
+        return {name: row_blocks(shape, (shape[0] // 2,) * 2)}
+
+    return describe
+
+
+def _levit(name: str, *parts: str) -> Describe:
+    """Head by head queries, keys and values, of which the last are wider."""
+
+    def describe(module: nn.Module) -> Mapping[str, Split]:
+        key, ratio = _size(module, "key_dim"), _size(module, "attention_ratio")
+        sizes = tuple(ratio * key if part == "values" else key for part in parts)
+        return {name: interleaved_rows(_pair(module, name), _size(module, "num_attention_heads"), sizes)}
+
+    return describe
+
+
+def _focal(module: nn.Module) -> Mapping[str, Split]:
+    """Queries, context, and a gate for each level and for all of them together."""
+    shape = _pair(module, "projection_in.weight")
+    return {"projection_in.weight": row_blocks(shape, (shape[1], shape[1], *(1,) * (shape[0] - 2 * shape[1])))}
+
+
+def _separable_attention(module: nn.Module) -> Mapping[str, Split]:
+    """MobileViT 2: one score, keys and values."""
+    name = "qkv_proj.convolution.weight"
+    shape = _wide(module, name)
+    return {name: row_blocks(shape, (1, shape[1], shape[1]))}
 
 
 def _subsampler(module: nn.Module) -> Mapping[str, Split]:
@@ -449,6 +490,13 @@ _KNOWN: dict[str, Describe] = {
     "Glm5NextTextHyperConnection": _hyper_connections,
     "HYV4HyperConnection": _hyper_connections,
     "Conv1dSubsampler": _subsampler,
+    "DFineRepNCSPELAN4": _halves("conv1.conv.weight"),
+    "Deimv2RepNCSPELAN5": _halves("conv1.conv.weight"),
+    "Deimv2CSPRepLayer": _halves("conv1.conv.weight"),
+    "FocalNetModulation": _focal,
+    "LevitAttention": _levit("queries_keys_values.linear.weight", "queries", "keys", "values"),
+    "LevitAttentionSubsample": _levit("keys_values.linear.weight", "keys", "values"),
+    "MobileViTV2LinearSelfAttention": _separable_attention,
     "XLNetRelativeAttention": _axes_of_heads("q", "k", "v", "r", outputs=("o",)),
     "FunnelRelMultiheadAttention": _axes_of_heads("r_kernel"),
     "JetMoeAttention": _blocks("kv_proj.weight", 2),
@@ -480,12 +528,17 @@ def is_transposed_linear(module: nn.Module) -> bool:
     )
 
 
+def _own_params(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The params of a module and all within it, without what an adapter has put around them."""
+    holder = unwrapped(getattr(module, "base_layer", module))
+    yield from holder.parameters(recurse=False)
+    for _, child in named_children(holder):
+        yield from _own_params(child)
+
+
 def _trains(module: nn.Module) -> bool:
     """Whether one of the projections is trainable: frozen ones may be quantised, in shapes that mean nothing here."""
-    listed = [child for _, child in named_children(module) if isinstance(child, nn.ModuleList)]
-    named = [child for holder in (module, *listed) for _, child in named_children(holder)]
-    children = (unwrapped(getattr(child, "base_layer", child)) for child in named)
-    return any(param.requires_grad for holder in (module, *children) for param in holder.parameters(recurse=False))
+    return any(param.requires_grad for param in _own_params(module))
 
 
 def known_splits(module: nn.Module) -> Mapping[str, Split]:

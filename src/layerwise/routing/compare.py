@@ -51,9 +51,12 @@ def agrees(param: ParamSpec, route: Route, reading: Reading) -> bool:
     """Whether a route is what was seen: the same family, and the same matrices."""
     if low_rank(param) is not None:  # a choice, which no forward could show to be wrong
         return True
+    seen = matrices_of(param, reading.split) if reading.family == "matrix" else ()
+    if route.family == "other" and seen and all(min(matrix.rows, matrix.cols) == 1 for matrix in seen):
+        return True  # a map onto one number is a vector, and routed as one
     if route.family != reading.family:
         return False
-    return route.family != "matrix" or _elements(route.matrices) == _elements(matrices_of(param, reading.split))
+    return route.family != "matrix" or _elements(route.matrices) == _elements(seen)
 
 
 def _elements(matrices: Sequence[Matrix]) -> set[tuple[object, ...]]:

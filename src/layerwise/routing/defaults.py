@@ -82,8 +82,11 @@ def _bias(param: ParamSpec) -> str | None:
     leaf = _leaf(param)
     if leaf == "bias":
         return "is a bias: added, not multiplied"
-    words = re.split(r"[_\d]+", leaf)  # bias_k, up_bias, bias_ih_l0
-    return f"is a bias, going by its name {leaf!r}" if "bias" in words or "biases" in words else None
+    names = [leaf] if param.module_kind is not ModuleKind.LINEAR else [leaf, _holder(param)]
+    for name in names:  # bias_k, up_bias, bias_ih_l0, rel_pos_bias.weight
+        if {"bias", "biases"} & set(re.split(r"[_\d]+", name)):
+            return f"is a bias, going by its name {name!r}"
+    return None
 
 
 def _too_small(param: ParamSpec) -> str | None:
@@ -116,7 +119,11 @@ def _head(param: ParamSpec) -> str | None:
         return "is an output head: a linear layer onto the labels of the model's config"
     holder = _holder(param)
     is_pointwise = param.module_kind is ModuleKind.CONV and math.prod(param.shape[2:]) == 1
-    if (param.module_kind is ModuleKind.LINEAR or is_pointwise) and holder in _HEAD_NAMES and not param.in_block:
+    if (
+        (param.module_kind is ModuleKind.LINEAR or is_pointwise)
+        and (holder in _HEAD_NAMES or holder.endswith("_head"))
+        and not param.in_block
+    ):
         return f"is an output head, going by its name {holder!r}"
     return None
 

@@ -175,3 +175,25 @@ def test_a_parametrized_module_is_what_it_was_before() -> None:
     assert [m.logical_shape for m in routes[f"fused.qkv.{original}"].matrices] == [(8, 8)] * 3
     with pytest.raises(ValueError, match="looks fused"):
         route_params(param_table(nn.ModuleDict({"fused": Fused(splits=False)})))
+
+
+class Stages(nn.Module):
+    """Stages that begin with convolutions, of which the first reads pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(channels, 8, 3), nn.Conv2d(8, 8, 3)) for channels in (3, 8, 8)
+        )
+        self.rel_pos_bias = nn.Linear(6, 4, bias=False)
+        self.char_head = nn.Linear(8, 30)
+        self.ctc_head = nn.Conv1d(8, 30, 1)
+        self.wide_head = nn.Conv1d(8, 30, 3)
+
+
+def test_input_layers_heads_and_biases_are_found_where_others_put_them() -> None:
+    table = param_table(Stages())
+    routes = route_params(table)
+    assert [param.fqn for param in table if param.reads_input] == ["stages.0.0.weight"]
+    others = {param.fqn for param in table if len(param.shape) > 1 and routes[param.fqn].family == "other"}
+    assert others == {"stages.0.0.weight", "rel_pos_bias.weight", "char_head.weight", "ctc_head.weight"}

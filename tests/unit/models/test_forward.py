@@ -330,3 +330,21 @@ def test_what_is_never_called_is_not_seen() -> None:
 
     found = trace(Uses(half, used=(4, D), idle=(4, D), partly=(7, D)), (X,)).readings
     assert [found[name].role for name in ("used", "idle", "partly")] == [Role.MAP, Role.UNSEEN, Role.UNSEEN]
+
+
+def test_a_param_without_elements_is_not_seen_and_stops_nothing() -> None:
+    class Registers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Parameter(torch.zeros(1, 0, 8))
+            self.proj = nn.Linear(8, 8)
+            self.out = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.out(self.proj(torch.cat([self.tokens.expand(x.shape[0], -1, -1), x], 1)).relu())
+            return found
+
+    found = trace(Registers(), (torch.zeros(2, 3, 8),))
+    assert found.problem == ""
+    assert found.readings["tokens"].role is Role.UNSEEN
+    assert found.readings["proj.weight"].role is Role.MAP

@@ -18,14 +18,12 @@ def read_params(follower: Follower, shapes: Mapping[str, tuple[int, ...]]) -> di
     for number, source in enumerate(follower.features.sources):
         for fqn in dict.fromkeys(view.fqn for view in source.views):
             sources.setdefault(fqn, []).append(number)
-    return {
-        fqn: _read(follower, fqn, shape, sources.get(fqn, []))
-        for fqn, shape in shapes.items()
-        if len(shape) >= 2 and 0 not in shape
-    }
+    return {fqn: _read(follower, fqn, shape, sources.get(fqn, [])) for fqn, shape in shapes.items() if len(shape) >= 2}
 
 
 def _read(follower: Follower, fqn: str, shape: tuple[int, ...], numbers: Sequence[int]) -> Reading:
+    if 0 in shape:
+        return Reading(Role.UNSEEN, "it has no elements")
     found = [follower.features.sources[number] for number in numbers]
     if fqn in follower.looked_up:
         also = ", and it is multiplied too" if found else ""

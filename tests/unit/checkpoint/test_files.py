@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import tempfile
@@ -23,6 +24,7 @@ from layerwise.checkpoint.files import DataFile, Reader, Wanted
 from layerwise.checkpoint.manifest import ITEMSIZES, Chunk, Entry, Manifest
 from layerwise.errors import CheckpointError
 from layerwise.routing.geometry import Box
+from tests.ranks import run_ranks
 from tests.strategies import LIGHT, MANY
 from tests.unit.checkpoint.tilings import (
     DTYPES,
@@ -185,6 +187,10 @@ def test_tensors_in_more_files_than_may_be_open_are_read(tmp_path: Path) -> None
     assert all(torch.equal(into[key], tensor) for key, tensor in tensors.items())
 
 
+M_MMAP_THRESHOLD = -3
+"""What glibc's malloc.h calls it."""
+
+
 def most_held(act: Callable[[], object]) -> int:
     """The most memory that this process has had in the meantime, beyond what it had."""
 
@@ -198,11 +204,13 @@ def most_held(act: Callable[[], object]) -> int:
     return most() - before
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, which counts memory")
-def test_what_is_copied_on_the_way_takes_bounded_memory(tmp_path: Path) -> None:
-    """Bytes that go to where they are wanted take none; those of another dtype pass through a few parts' worth."""
+def read_with_little_memory(rank: int, world: int, path: str) -> None:
+    ctypes.CDLL(None).mallopt(
+        M_MMAP_THRESHOLD, 1 << 20
+    )  # what is let go of goes back at once, and is not kept for later
+    folder = Path(path)
     parts, numel = 40, 1 << 20
-    file = DataFile(tmp_path / "__0_0.distcp")
+    file = DataFile(folder / "__0_0.distcp")
     tensor = torch.arange(numel, dtype=torch.float32)
     chunks = []
     for number in range(parts):
@@ -210,7 +218,7 @@ def test_what_is_copied_on_the_way_takes_bounded_memory(tmp_path: Path) -> None:
     manifest = Manifest({"one": Entry((parts, numel), "float32", tuple(chunks))}, {"__0_0.distcp": file.close()})
     box = whole_box((parts, numel))
     alike, other = torch.ones(parts, numel), torch.ones(parts, numel, dtype=torch.bfloat16)
-    with Reader(tmp_path, manifest) as reader:
+    with Reader(folder, manifest) as reader:
         reader.read("one", box, alike)  # threads have memory of their own
         alike.zero_()
         assert most_held(lambda: reader.read("one", box, alike)) < 4 << 20
@@ -219,8 +227,15 @@ def test_what_is_copied_on_the_way_takes_bounded_memory(tmp_path: Path) -> None:
         )
     assert all(torch.equal(alike[number], tensor + number) for number in range(parts))
     assert all(torch.equal(other[number], (tensor + number).bfloat16()) for number in range(parts))
-    checked = most_held(lambda: damages_of(tmp_path, manifest.files, pieces_of(manifest.files)))
+    checked = most_held(lambda: damages_of(folder, manifest.files, pieces_of(manifest.files)))
     assert checked < 8 << 20
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, which counts memory")
+def test_what_is_copied_on_the_way_takes_bounded_memory(tmp_path: Path) -> None:
+    """Bytes that go to where they are wanted take none; those of another dtype pass through a few parts' worth. In a process
+    of its own: all memory of a process is counted."""
+    run_ranks(1, read_with_little_memory, str(tmp_path))
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None:

@@ -89,11 +89,15 @@ class Codes:
     def empty(cls, shape: tuple[int, ...], format: BlockFormat, device: torch.device | str = "cpu") -> Codes:
         """Uninitialised memory for a tensor of this shape."""
         *batch, down, across = format.scales_shape(tuple(shape))
-        is_by_columns = format.block[0] == 1
-        order = (*batch, across, down) if is_by_columns else (*batch, down, across)
+        order = (*batch, across, down) if _has_scales_by_columns(format) else (*batch, down, across)
         scales = torch.empty(order, dtype=SCALES[format.scale], device=device)
         values = torch.empty(shape, dtype=ELEMENTS[format.element].dtype, device=device)
-        return cls(values, scales.mT if is_by_columns else scales, format)
+        return cls(values, scales.mT if _has_scales_by_columns(format) else scales, format)
+
+    @property
+    def scales_in_order(self) -> Tensor:
+        """The scales as they lie in memory."""
+        return self.scales.mT if _has_scales_by_columns(self.format) else self.scales
 
     @property
     def shape(self) -> torch.Size:
@@ -102,6 +106,11 @@ class Codes:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
+
+
+def _has_scales_by_columns(format: BlockFormat) -> bool:
+    """See [Note: Scales of rows lie by columns]."""
+    return format.block[0] == 1
 
 
 def encode(x: Tensor, format: BlockFormat) -> Codes:
@@ -157,10 +166,9 @@ def scale_numbers(codes: Codes) -> Tensor:
 
 def _has_kernel(x: Tensor, *outs: Codes) -> bool:
     """Whether our own kernel can write these codes."""
-    format = outs[0].format
-    scales = (out.scales.mT if format.block[0] == 1 else out.scales for out in outs)
-    if not all(tensor.is_contiguous() for tensor in (*(out.values for out in outs), *scales)):
+    if not all(tensor.is_contiguous() for out in outs for tensor in (out.values, out.scales_in_order)):
         return False
+    format = outs[0].format
     return encoder_for(x, format).backend == "triton" and _is_exact(x.device, format)
 
 

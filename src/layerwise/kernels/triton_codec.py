@@ -284,5 +284,5 @@ def _memory(codes: Codes | None, values: torch.dtype, bytes: torch.dtype) -> tup
     """Codes and scales in the order that they have in memory, as the kernel counts them."""
     if codes is None:
         return None, None
-    scales = codes.scales if codes.format.block[0] > 1 else codes.scales.mT
+    scales = codes.scales_in_order
     return codes.values.view(values), scales.view(bytes) if codes.format.scale == "e8m0" else scales

@@ -124,36 +124,23 @@ def _grouped_query(name: str) -> Describe:
     return describe
 
 
-def _blocks(name: str, count: int) -> Describe:
-    """Equal row blocks one after the other."""
+def _blocks(name: str, count: int, of: Callable[[nn.Module, str], tuple[int, ...]] = _pair) -> Describe:
+    """Equal row blocks one after the other; `of` says what dims the param may have."""
 
     def describe(module: nn.Module) -> Mapping[str, Split]:
-        shape = _pair(module, name)
+        shape = of(module, name)
         return {name: row_blocks(shape, (shape[0] // count,) * count)}
 
     return describe
 
 
-def _gated_convolutions(*names: str) -> Describe:
-    """Convolutions onto twice the channels that come out, values and then gates, where the module has them."""
+def _gated_convolution(name: str) -> Describe:
+    """A convolution onto twice the channels that come out, values and then gates, where the module has one."""
 
     def describe(module: nn.Module) -> Mapping[str, Split]:
-        shapes = {f"{name}.weight": _shape(module, f"{name}.weight") for name in names}
-        return {
-            name: row_blocks(shape, (shape[0] // 2,) * 2)
-            for name, shape in shapes.items()
-            if len(shape) == 3 and shape[0] == 2 * shape[1]
-        }
-
-    return describe
-
-
-def _halves(name: str) -> Describe:
-    """A convolution whose channels part ways, half and half."""
-
-    def describe(module: nn.Module) -> Mapping[str, Split]:
-        shape = _wide(module, name)
-        return {name: row_blocks(shape, (shape[0] // 2,) * 2)}
+        shape = _shape(module, name)
+        is_gated = len(shape) == 3 and shape[0] == 2 * shape[1]
+        return {name: row_blocks(shape, (shape[0] // 2,) * 2)} if is_gated else {}
 
     return describe
 
@@ -490,9 +477,9 @@ _KNOWN: dict[str, Describe] = {
     "Glm5NextTextHyperConnection": _hyper_connections,
     "HYV4HyperConnection": _hyper_connections,
     "Conv1dSubsampler": _subsampler,
-    "DFineRepNCSPELAN4": _halves("conv1.conv.weight"),
-    "Deimv2RepNCSPELAN5": _halves("conv1.conv.weight"),
-    "Deimv2CSPRepLayer": _halves("conv1.conv.weight"),
+    "DFineRepNCSPELAN4": _blocks("conv1.conv.weight", 2, _wide),
+    "Deimv2RepNCSPELAN5": _blocks("conv1.conv.weight", 2, _wide),
+    "Deimv2CSPRepLayer": _blocks("conv1.conv.weight", 2, _wide),
     "FocalNetModulation": _focal,
     "LevitAttention": _levit("queries_keys_values.linear.weight", "queries", "keys", "values"),
     "LevitAttentionSubsample": _levit("keys_values.linear.weight", "keys", "values"),
@@ -514,8 +501,8 @@ _KNOWN: dict[str, Describe] = {
 _KNOWN_BY_ENDING: dict[str, Describe] = {
     "Experts": _experts,
     "Attention": _latent_attention,
-    "ConvolutionModule": _gated_convolutions("pointwise_conv1"),
-    "AdapterLayer": _gated_convolutions("conv"),
+    "ConvolutionModule": _gated_convolution("pointwise_conv1.weight"),
+    "AdapterLayer": _gated_convolution("conv.weight"),
 }
 """Whole families that share a layout; their entries answer only if the module has what that layout needs."""
 

@@ -208,25 +208,18 @@ def test_conv1d_is_known_by_its_storage_not_by_its_name_alone() -> None:
     assert param_table(nn.ModuleDict({"fc": layer})).find("fc.weight").split is None
 
 
-class GatedConvolutionModule(nn.Module):
-    """As conformers have it: values and gates from one pointwise convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pointwise_conv1 = nn.Conv1d(8, 16, 1)
-        self.pointwise_conv2 = nn.Conv1d(8, 8, 1)
-
-
-class Conv1dSubsampler(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv_layers = nn.ModuleList([nn.Conv1d(5, 16, 3), nn.Conv1d(8, 12, 3)])
+def subsampler() -> nn.Module:
+    return class_named("Conv1dSubsampler", conv_layers=nn.ModuleList([nn.Conv1d(5, 16, 3), nn.Conv1d(8, 12, 3)]))
 
 
 def test_convolutions_with_gates_are_two_matrices() -> None:
-    found = known_splits(GatedConvolutionModule())
+    pointwise = {
+        "pointwise_conv1": nn.Conv1d(8, 16, 1),
+        "pointwise_conv2": nn.Conv1d(8, 8, 1),
+    }  # as conformers have them
+    found = known_splits(class_named("GatedConvolutionModule", **pointwise))
     assert {name: split.blocks for name, split in found.items()} == {"pointwise_conv1.weight": (8, 8)}
-    found = known_splits(Conv1dSubsampler())
+    found = known_splits(subsampler())
     assert {name: split.blocks for name, split in found.items()} == {
         "conv_layers.0.weight": (8, 8),
         "conv_layers.1.weight": (6, 6),
@@ -234,4 +227,4 @@ def test_convolutions_with_gates_are_two_matrices() -> None:
 
 
 def test_frozen_projections_further_in_are_not_looked_at() -> None:
-    assert known_splits(Conv1dSubsampler().requires_grad_(False)) == {}
+    assert known_splits(subsampler().requires_grad_(False)) == {}

@@ -15,9 +15,8 @@ from layerwise.routing.spec import EXPERT, ModuleKind, ParamSpec
 
 Family = Literal["matrix", "other", "frozen"]
 
-_HEAD_NAMES = frozenset(
-    {"lm_head", "head", "output", "unembed", "unembedding", "classifier", "score", "embed_out", "ctc_head"}
-)
+_HEAD_NAMES = frozenset({"head", "output", "unembed", "unembedding", "classifier", "score", "embed_out"})
+"""And whatever ends in `_head`."""
 _TABLE_WORDS = ("embed", "pos", "token")
 _ROUTER_NAMES = frozenset({"router", "router_proj", "gate_network"})
 _LORA_STARTS = ("lora_a", "lora_b", "lora_embedding_a", "lora_embedding_b")

@@ -12,7 +12,7 @@ SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 train: $(READY)
 	$(BIN)/layerwise train configs/tiny.toml --nproc 2
 
-# One of everything: what to run before and after a change.
+# Something of every part: what to run before and after a change.
 test: $(READY) lint
 	$(SUITE)
 

@@ -11,13 +11,8 @@ import torch
 from torch import Tensor
 
 from layerwise.kernels import elementwise
-from layerwise.kernels.triton_elementwise import (
-    fused_adamw_,
-    fused_copy_,
-    fused_lion_,
-    fused_momentum_,
-    fused_subtract_,
-)
+from layerwise.kernels.triton_elementwise import fused_adamw_, fused_lion_, fused_momentum_, look_at
+from layerwise.kernels.triton_pairs import fused_copy_, fused_subtract_
 from tests.gpu.lists import COUNTS, DEVICE, IS_INTERPRETED, PLACES, Guarded, fma, lengths, numbers, same_bits, times
 
 NUMELS = [1, 1023, 1024, 2049] if IS_INTERPRETED else [1, 4095, 4096, 3_000_001]
@@ -161,6 +156,28 @@ RULES = {
         adamw_oracle,
     ),
     "lion": (3, lambda *given: fused_lion_(*given, lr=0.25, betas=(0.8, 0.97)), lion_oracle),
+    # Weights that decay and gradients that are clipped on the way: as if both had been multiplied, and rounded, before.
+    "clipped momentum": (
+        2,
+        lambda *given: fused_momentum_(*given, momentum=0.9, nesterov=True, scale=0.3),
+        lambda grad, state: momentum_oracle(times(0.3, grad), state, True),
+    ),
+    "decaying adamw": (
+        4,
+        lambda *given: fused_adamw_(*given, betas=(0.85, 0.93), root=0.7, eps=1e-7, size=0.3, keep=0.77, scale=0.3),
+        lambda master, grad, *state: [
+            grad if index == 1 else one
+            for index, one in enumerate(adamw_oracle(times(0.77, master), times(0.3, grad), *state))
+        ],
+    ),
+    "decaying lion": (
+        3,
+        lambda *given: fused_lion_(*given, lr=0.25, betas=(0.8, 0.97), keep=0.77, scale=0.3),
+        lambda master, grad, avg: [
+            grad if index == 1 else one
+            for index, one in enumerate(lion_oracle(times(0.77, master), times(0.3, grad), avg))
+        ],
+    ),
 }
 
 
@@ -170,10 +187,12 @@ RULES = {
 def test_a_list_in_one_launch_gets_the_bits_of_its_formula(name: str, count: int, place: str) -> None:
     roles, rule, oracle = RULES[name]
     given = lists(count, roles)
-    if name == "adamw":
+    if "adamw" in name:
         given[3] = [tensor.abs() for tensor in given[3]]
-    for _ in range(2):  # the second time elsewhere: only pointers are new
+    for is_known in (False, True):  # the second time elsewhere: only pointers are new
         guarded = [Guarded(tensors, place, around=70.0 + role) for role, tensors in enumerate(given)]
+        if is_known:
+            look_at(guarded[0].views)
         rule(*(one.views for one in guarded))
         expected = [oracle(*entry) for entry in zip(*given, strict=True)]
         for role, one in enumerate(guarded):
@@ -273,11 +292,15 @@ def test_only_equal_shapes_are_pairs() -> None:
 def test_an_update_is_taken_off_with_the_factor_of_its_tensor(dtype: torch.dtype) -> None:
     masters, updates = views(FP32)[::2], views(dtype)[1::2]
     factors = [0.1 * (index + 1) for index in range(len(masters))]
+    keeps = [1.0 / (index + 1) for index in range(len(masters))]
     for _ in range(2):
-        found = clones(masters)
+        found, decayed = clones(masters), clones(masters)
         fused_subtract_(found, updates, factors)
-        pairs = zip(masters, updates, factors, strict=True)
-        same_bits(found, [fma(-factor, update.float(), master) for master, update, factor in pairs])
+        fused_subtract_(decayed, updates, factors, keeps)
+        pairs = list(zip(masters, updates, factors, keeps, strict=True))
+        same_bits(found, [fma(-factor, update.float(), master) for master, update, factor, _ in pairs])
+        expected = [fma(-factor, update.float(), times(keep, master)) for master, update, factor, keep in pairs]
+        same_bits(decayed, expected)
         factors = [factor / 3 for factor in factors]
 
 

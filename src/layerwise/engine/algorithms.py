@@ -13,7 +13,7 @@ from torch import Tensor
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.config.rules import wire_dtype_for
 from layerwise.dtypes import DType
-from layerwise.kernels.elementwise import adamw_, lion_, momentum_
+from layerwise.kernels.elementwise import adamw_, keep_of, lion_, momentum_
 from layerwise.kernels.facts import products_for
 from layerwise.kernels.products import Products
 from layerwise.kernels.recorded import Recorder
@@ -29,8 +29,10 @@ class Runs:
     """Stretches of this rank's shards with equal options: flat fp32 tensors, one entry per run in each list."""
 
     masters: list[Tensor]
-    grads: list[Tensor]  # averaged and clipped; may be overwritten
+    grads: list[Tensor]  # averaged; may be overwritten
     states: Mapping[str, list[Tensor]]
+    scale: float = 1.0
+    """What gradients count as multiplied by."""
     into: list[Tensor] | None = None
     """Where what is to be orthogonalised goes, in the dtype that it is rounded to there; None: to where gradients are."""
 
@@ -52,12 +54,22 @@ class _AdamW:
             lr=number(options, "lr"),
             betas=_betas(options),
             eps=number(options, "eps"),
+            keep=kept_of(options),
+            scale=runs.scale,
         )
 
 
 class _Lion:
     def update_(self, runs: Runs, options: LiveOptions, step: int) -> None:
-        lion_(runs.masters, runs.grads, runs.states["exp_avg"], lr=number(options, "lr"), betas=_betas(options))
+        lion_(
+            runs.masters,
+            runs.grads,
+            runs.states["exp_avg"],
+            lr=number(options, "lr"),
+            betas=_betas(options),
+            keep=kept_of(options),
+            scale=runs.scale,
+        )
 
 
 class _Muon:
@@ -71,6 +83,7 @@ class _Muon:
             runs.into,
             momentum=number(options, "momentum"),
             nesterov=bool(options["nesterov"]),
+            scale=runs.scale,
         )
 
     def direction(
@@ -121,6 +134,12 @@ MATRIX: dict[str, MatrixAlgorithm] = {"muon": _Muon(), "normuon": _NorMuon(), "a
 def number(options: LiveOptions, name: str) -> float:
     """A numeric option."""
     return float(options[name])  # type: ignore[arg-type]
+
+
+def kept_of(options: LiveOptions) -> float:
+    """What weight decay leaves of a weight in one step."""
+    lr, weight_decay = number(options, "lr"), number(options, "weight_decay")
+    return keep_of(lr=lr, weight_decay=weight_decay, mode=str(options["weight_decay_mode"]))
 
 
 def products_of(options: LiveOptions, device: torch.device) -> Products:

@@ -1,11 +1,11 @@
-"""What returned directions are multiplied with before they are taken off the masters."""
+"""What returned directions are multiplied with before they are taken off the masters, and what is left of those."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from layerwise.config.rules import update_scale
-from layerwise.engine.algorithms import LiveOptions, number
+from layerwise.engine.algorithms import LiveOptions, kept_of, number
 
 
 class Factors:
@@ -26,4 +26,9 @@ class Factors:
         for group, shape in self._kinds:
             live = options[group]
             found.append(number(live, "lr") * update_scale(str(live["scale"]), *shape) * number(live, "extra_scale"))
+        return list(map(found.__getitem__, self._kind_of))
+
+    def keeps_under(self, options: Sequence[LiveOptions]) -> list[float]:
+        """What their weight decay leaves of the masters."""
+        found = [kept_of(options[group]) for group, _ in self._kinds]
         return list(map(found.__getitem__, self._kind_of))

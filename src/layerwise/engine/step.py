@@ -128,6 +128,7 @@ class Stepper:
             check_copies(engine.storage, engine.communicators, engine.groups)
             self._has_checked_replicas = True
         settings = self._settings(live)
+        self._prepare()
         seen = Seen(
             missing=missing,
             late=gradients.late,
@@ -144,6 +145,7 @@ class Stepper:
             # Some rank had gradients after their reduction was launched: all reduce them now.
             gradients.reduce_again(self._here(totals.late))
             vector = self._stats_pass.begin(divisors)
+            self._prepare()
             totals = self._stats_pass.reduce(vector, replace(seen, late=gradients.late), divisors)
         self._check_agreement(totals, problem, settings, live)
         if gradients.are_copies and not totals.nonfinite:
@@ -162,8 +164,14 @@ class Stepper:
         totals, _ = self.measure(ask)
         return self._policy.clipped_norm(totals)
 
+    def _prepare(self) -> None:
+        """Outside of a step nobody may hold gradients that are the user's."""
+        if self._is_stepping:
+            self.update.prepare()
+
     def forget(self) -> None:
         """Gradients, and whatever was noted of them, are not wanted any more."""
+        self.update.forget()
         self._engine.gradients.forget()
         self._engine.traffic.close()
         if self._clipper is not None:

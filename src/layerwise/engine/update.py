@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from layerwise.engine.exchanger import Batch, Cohort, OwnedRegion, Passage
 from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
-from layerwise.kernels.elementwise import decay_, subtract_scaled_
+from layerwise.engine.runs import Run, pieces, runs_of
+from layerwise.kernels.elementwise import couple_, look_at, subtract_scaled_
 from layerwise.kernels.lists import Kept
 from layerwise.kernels.recorded import Recorder
 from layerwise.layout.schedule import CommSchedule, staggered
@@ -26,46 +27,11 @@ from layerwise.memory.parts import UpdateParts
 from layerwise.memory.shards import Shard
 
 
-class _Run(NamedTuple):
-    """A stretch of one shard whose params are all in one group (of params, or of norms), padding between them included."""
-
-    shard: Shard
-    group: int
-    start: int
-    stop: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat if self.stop - self.start == flat.numel() else flat[self.start : self.stop]
-
-
-def _runs_of(shard: Shard, group_of: Mapping[str, int]) -> list[_Run]:
-    runs: list[_Run] = []
-    for span in shard.spans:
-        group, stop = group_of[span.fqn], span.part.stop
-        if runs and runs[-1].group == group:
-            # The gap between two params is padding: zero gradient, zero state, so it takes part without being noticed.
-            runs[-1] = _Run(shard, group, runs[-1].start, stop)
-        else:
-            runs.append(_Run(shard, group, span.shard_offset, stop))
-    return runs
-
-
-def _pieces(run: _Run, taken: Iterable[slice]) -> Iterator[_Run]:
-    """What is left of a run without these parts of its shard."""
-    start = run.start
-    for part in sorted(taken, key=lambda part: part.start):
-        if start < part.start:
-            yield run._replace(start=start, stop=part.start)
-        start = part.stop
-    if start < run.stop:
-        yield run._replace(start=start)
-
-
 class _Direct(NamedTuple):
     """What of a cohort momentum leaves in its batches, of one param group."""
 
     group: int
-    runs: list[_Run]
+    runs: list[Run]
     states: Mapping[str, list[Tensor]]
     places: list[int]
     """Among all of the cohort that goes there."""
@@ -105,19 +71,12 @@ class Update:
         )
         self._group_of = {fqn: index for index, group in enumerate(groups) for fqn in group.fqns}
         self._allocate_state()
-        runs = [run for shard in self._shards for run in _runs_of(shard, self._group_of)]
+        runs = [run for shard in self._shards for run in runs_of(shard, self._group_of)]
         self._runs = [[run for run in runs if run.group == index] for index in range(len(groups))]
-        names = sorted(set(norm_group_of.values()))
-        number_of = {fqn: names.index(name) for fqn, name in norm_group_of.items()}
-        clipped = [run for shard in self._shards for run in _runs_of(shard, number_of)]
-        self._updates_by_norm_group = {
-            name: UpdateParts(
-                ((run.shard, slice(run.start, run.stop)) for run in clipped if run.group == number),
-                stay=engine.storage.keeps_updates,
-            )
-            for number, name in enumerate(names)
-            if any(run.group == number for run in clipped)
-        }
+        self._norm_groups = [{norm_group_of[fqn] for fqn in group.fqns} for group in groups]
+        """Of every param group: one, nearly always."""
+        self._scales = [1.0] * len(groups)
+        self._mixed = self._by_norm_group(norm_group_of, stay=engine.storage.keeps_updates)
         shard_by_index = {shard.plan.index: shard for shard in self._shards}
         self._cohorts = [
             [
@@ -145,6 +104,9 @@ class Update:
         """Masters of what stays where it is in each cohort, and of what comes back."""
         self._direct = {cohort: self._direct_of(cohort) for cohort in every}
         self._left = self._left_over()
+        self._keeps_updates = engine.storage.keeps_updates
+        self._grads: list[Kept] = []
+        self._direct_grads: dict[Cohort, list[Kept]] = {}
         self._states = [self._states_of(index, members) for index, members in enumerate(self._left)]
         self._staying_factors = {cohort: self._factors_of(cohort.staying) for cohort in every}
         self._returning_factors = {cohort: self._factors_of(cohort.returning) for cohort in every}
@@ -163,13 +125,28 @@ class Update:
             for batch in cohort.batches
         }
 
-    def _states_of(self, group: int, runs: Iterable[_Run]) -> dict[str, list[Tensor]]:
+    def _by_norm_group(self, norm_group_of: Mapping[str, str], *, stay: bool) -> dict[str, UpdateParts]:
+        """By norm group, the updates of param groups that are in several of them."""
+        mixed = {fqn for fqn, index in self._group_of.items() if len(self._norm_groups[index]) > 1}
+        names = sorted({norm_group_of[fqn] for fqn in mixed})
+        others = len(names)
+        number_of = {fqn: names.index(norm_group_of[fqn]) if fqn in mixed else others for fqn in self._group_of}
+        runs = [run for shard in self._shards for run in runs_of(shard, number_of)]
+        return {
+            name: UpdateParts(
+                ((run.shard, slice(run.start, run.stop)) for run in runs if run.group == number), stay=stay
+            )
+            for number, name in enumerate(names)
+            if any(run.group == number for run in runs)
+        }
+
+    def _states_of(self, group: int, runs: Iterable[Run]) -> dict[str, list[Tensor]]:
         names = self._groups[group].rule.state_names
         return {name: Kept(run.of(run.shard.state[name]) for run in runs) for name in names}
 
     def _direct_of(self, cohort: Cohort) -> list[_Direct]:
         runs = [
-            _Run(one.shard, self._group_of[one.matrix.fqn], offset, offset + one.region.numel)
+            Run(one.shard, self._group_of[one.matrix.fqn], offset, offset + one.region.numel)
             for one in cohort.direct
             for offset in (one.region.in_shard.offset,)
         ]
@@ -180,7 +157,7 @@ class Update:
             found.append(_Direct(group, own, self._states_of(group, own), places))
         return found
 
-    def _left_over(self) -> list[list[_Run]]:
+    def _left_over(self) -> list[list[Run]]:
         """The runs of every param group without what goes to batches directly."""
         taken: dict[Shard, list[slice]] = {}
         for direct in (direct for found in self._direct.values() for direct in found):
@@ -190,12 +167,32 @@ class Update:
             [
                 piece
                 for run in members
-                for piece in _pieces(
+                for piece in pieces(
                     run, [part for part in taken.get(run.shard, ()) if run.start <= part.start < run.stop]
                 )
             ]
             for members in self._runs
         ]
+
+    def prepare(self) -> None:
+        """Look at the gradients of this step, before it is known whether they count: the host waits for that in any case,
+        and the device for the host afterwards."""
+        if self._grads and self._keeps_updates:
+            return  # they lie where they did
+        self._grads = [self._bound(members) for members in self._left]
+        self._direct_grads = {
+            cohort: [self._bound(direct.runs) for direct in found] for cohort, found in self._direct.items()
+        }
+
+    def forget(self) -> None:
+        """Gradients of this step are not wanted any more."""
+        if not self._keeps_updates:
+            self._grads, self._direct_grads = [], {}
+
+    def _bound(self, runs: Iterable[Run]) -> Kept:
+        grads = Kept(run.of(run.shard.update) for run in runs)
+        look_at(grads)
+        return grads
 
     def _factors_of(self, regions: Sequence[OwnedRegion]) -> Factors:
         return Factors((self._group_of[region.matrix.fqn], region.matrix.logical_shape) for region in regions)
@@ -211,7 +208,7 @@ class Update:
                     shard.state.setdefault(name, torch.zeros_like(shard.master))
 
     def average(self, divisors: Divisors, coefficients: Mapping[str, float]) -> None:
-        """Make averages of sums, and clip them.
+        """Make averages of sums, and have them clipped by whoever reads them next.
 
         Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same
         rounding in every layout.
@@ -219,9 +216,10 @@ class Update:
         for divisor in set(divisors.by_shard.values()) - {1.0}:
             updates = [shard.update for shard in self._shards if divisors.by_shard[shard.plan.index] == divisor]
             torch._foreach_div_(updates, divisor)
-        for name, parts in self._updates_by_norm_group.items():
+        for name, parts in self._mixed.items():
             if coefficients[name] < 1.0:
                 torch._foreach_mul_(parts.now(), coefficients[name])
+        self._scales = [coefficients[next(iter(names))] if len(names) == 1 else 1.0 for names in self._norm_groups]
 
     def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
         """What comes before a matrix is orthogonalised, element by element; but for what can wait for its batch."""
@@ -244,21 +242,15 @@ class Update:
         meanwhile()
 
     def _elementwise(self, index: int, live: LiveOptions, step: int) -> None:
-        """Decay and the part of the rule that needs no whole matrix."""
+        """The part of the rule that needs no whole matrix."""
         group = self._groups[index]
         masters, weight_decay = self._masters[index], number(live, "weight_decay")
         with scope(f"{group.rule.kind} element-wise"):
-            if weight_decay != 0.0:
+            if weight_decay != 0.0 and live["weight_decay_mode"] == "coupled":
                 grads = [run.of(run.shard.update) for run in self._runs[index]]
-                decay_(
-                    masters,
-                    grads,
-                    lr=number(live, "lr"),
-                    weight_decay=weight_decay,
-                    mode=str(live["weight_decay_mode"]),
-                )
-            grads = [run.of(run.shard.update) for run in self._left[index]]
-            runs = Runs(masters, grads, self._states[index])
+                couple_(grads, masters, weight_decay=weight_decay, scale=self._scales[index])
+                self._scales[index] = 1.0
+            runs = Runs(masters, self._grads[index], self._states[index], self._scales[index])
             if group.rule.is_matrix_rule:
                 MATRIX[group.rule.kind].prepare_(runs, live)
             else:
@@ -267,9 +259,9 @@ class Update:
     def _prepare_directly(self, cohort: Cohort, batches: Sequence[Tensor], options: Sequence[LiveOptions]) -> None:
         """The same for what of a cohort is left in its batches at once."""
         places = cohort.directly(batches)
-        for direct in self._direct[cohort]:
-            grads = [run.of(run.shard.update) for run in direct.runs]
-            runs = Runs([], grads, direct.states, [places[place] for place in direct.places])
+        for direct, grads in zip(self._direct[cohort], self._direct_grads[cohort], strict=True):
+            into = [places[place] for place in direct.places]
+            runs = Runs([], grads, direct.states, self._scales[direct.group], into)
             MATRIX[self._groups[direct.group].rule.kind].prepare_(runs, options[direct.group])
 
     def _walk(self, cohorts: Sequence[Cohort], options: Sequence[LiveOptions], meanwhile: Callable[[], None]) -> None:
@@ -297,8 +289,8 @@ class Update:
             with scope(f"return of {cohort.label}"):
                 returning[number_] = cohort.send_back(directions)
             with scope(f"update masters at home of {cohort.label}"):
-                factors = self._staying_factors[cohort].under(options)
-                subtract_scaled_(self._staying[cohort], cohort.kept(directions), factors)
+                factors = self._staying_factors[cohort]
+                self._subtract(self._staying[cohort], cohort.kept(directions), factors, options)
             del directions
         for number_, passage in returning.items():
             self._take_home(cohorts[number_], passage, options)
@@ -314,8 +306,14 @@ class Update:
         """What comes back is taken off the masters from where it arrived."""
         returned = cohort.returned(passage)
         with scope(f"update masters of {cohort.label}"):
-            subtract_scaled_(self._returning[cohort], returned, self._returning_factors[cohort].under(options))
+            self._subtract(self._returning[cohort], returned, self._returning_factors[cohort], options)
         passage.release()
+
+    def _subtract(
+        self, masters: list[Tensor], directions: list[Tensor], factors: Factors, options: Sequence[LiveOptions]
+    ) -> None:
+        """Masters decay where they are updated: every element of a matrix is, once."""
+        subtract_scaled_(masters, directions, factors.under(options), factors.keeps_under(options))
 
     def free(self) -> None:
         """Let go of memory that only a step needs."""

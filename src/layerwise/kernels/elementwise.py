@@ -18,23 +18,47 @@ from layerwise.kernels.facts import has_own_kernels
 Tensors = list[Tensor]
 
 
-def decay_(masters: Tensors, grads: Tensors, *, lr: float, weight_decay: float, mode: str) -> None:
-    """Weight decay in any of its modes; every rule calls this first, so every rule honours every mode."""
-    if weight_decay == 0.0 or not masters:
-        return
+# `scale` is what gradients count as multiplied by (they are clipped so), `keep` what weights are multiplied by before they are
+# updated (they decay so): whoever reads them anyway does it on the way, with the rounding of a pass of its own.
+
+
+def keep_of(*, lr: float, weight_decay: float, mode: str) -> float:
+    """What weight decay leaves of a weight; all of it where decay is a part of the gradient."""
     match mode:
         case "decoupled":
-            torch._foreach_mul_(masters, 1.0 - lr * weight_decay)
+            return 1.0 - lr * weight_decay
         case "independent":
-            torch._foreach_mul_(masters, 1.0 - weight_decay)
+            return 1.0 - weight_decay
         case "coupled":
-            torch._foreach_add_(grads, masters, alpha=weight_decay)
+            return 1.0
         case _:
             raise ValueError(f"weight_decay_mode must be decoupled, independent or coupled, got {mode!r}.")
 
 
+def couple_(grads: Tensors, masters: Tensors, *, weight_decay: float, scale: float = 1.0) -> None:
+    """Weight decay as a part of the gradient, which is clipped before."""
+    if not grads:
+        return
+    _scale_(grads, scale)
+    torch._foreach_add_(grads, masters, alpha=weight_decay)
+
+
+def look_at(tensors: Tensors) -> None:
+    """Whatever is called with this list later finds there what it has to know of it."""
+    if tensors and has_own_kernels(tensors[0].device):
+        from layerwise.kernels.triton_elementwise import look_at
+
+        look_at(tensors)
+
+
 def momentum_(
-    grads: Tensors, momenta: Tensors, into: Tensors | None = None, *, momentum: float, nesterov: bool
+    grads: Tensors,
+    momenta: Tensors,
+    into: Tensors | None = None,
+    *,
+    momentum: float,
+    nesterov: bool,
+    scale: float = 1.0,
 ) -> None:
     """`M = mu*M + (1-mu)*G`; leaves in `into` what is to be orthogonalised: `(1-mu)*G + mu*M` with nesterov, else M,
     rounded to the dtype there. That is in `grads`, if nothing else is said; else those may hold anything afterwards."""
@@ -43,8 +67,9 @@ def momentum_(
     if has_own_kernels(grads[0].device):
         from layerwise.kernels.triton_elementwise import fused_momentum_
 
-        fused_momentum_(grads, momenta, into, momentum=momentum, nesterov=nesterov)
+        fused_momentum_(grads, momenta, into, momentum=momentum, nesterov=nesterov, scale=scale)
         return
+    _scale_(grads, scale)
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, grads, alpha=1.0 - momentum)
     if nesterov:
@@ -56,16 +81,20 @@ def momentum_(
         torch._foreach_copy_(into, grads)
 
 
-def subtract_scaled_(masters: Tensors, updates: Tensors, factors: Sequence[float]) -> None:
-    """`W -= factor * U`, with a factor for every run; pairs may be views. May scale `updates` in place. Updates of
+def subtract_scaled_(
+    masters: Tensors, updates: Tensors, factors: Sequence[float], keeps: Sequence[float] | None = None
+) -> None:
+    """`W = keep * W - factor * U`, with both for every run; pairs may be views. May scale `updates` in place. Updates of
     another dtype count as if they had been cast to that of the masters."""
     if not masters:
         return
     if has_own_kernels(masters[0].device):
-        from layerwise.kernels.triton_elementwise import fused_subtract_
+        from layerwise.kernels.triton_pairs import fused_subtract_
 
-        fused_subtract_(masters, updates, factors)
+        fused_subtract_(masters, updates, factors, keeps)
         return
+    if keeps is not None and set(keeps) != {1.0}:
+        torch._foreach_mul_(masters, list(keeps))
     if masters[0].is_cuda:  # one pass for every factor instead of two passes
         by_factor: dict[float, list[int]] = {}
         for index, factor in enumerate(factors):
@@ -83,7 +112,7 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if not targets:
         return
     if has_own_kernels(targets[0].device):
-        from layerwise.kernels.triton_elementwise import fused_copy_
+        from layerwise.kernels.triton_pairs import fused_copy_
 
         fused_copy_(targets, sources)
         return
@@ -100,6 +129,8 @@ def adamw_(
     lr: float,
     betas: tuple[float, float],
     eps: float,
+    keep: float = 1.0,
+    scale: float = 1.0,
 ) -> None:
     """One Adam update; `step` counts from 1."""
     if not masters:
@@ -109,8 +140,11 @@ def adamw_(
     if has_own_kernels(masters[0].device):
         from layerwise.kernels.triton_elementwise import fused_adamw_
 
-        fused_adamw_(masters, grads, exp_avgs, exp_avg_sqs, betas=betas, root=root, eps=eps, size=size)
+        lists = masters, grads, exp_avgs, exp_avg_sqs
+        fused_adamw_(*lists, betas=betas, root=root, eps=eps, size=size, keep=keep, scale=scale)
         return
+    _scale_(masters, keep)
+    _scale_(grads, scale)
     torch._foreach_mul_(exp_avgs, beta1)
     torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
@@ -121,15 +155,26 @@ def adamw_(
     torch._foreach_addcdiv_(masters, exp_avgs, denominators, value=-size)
 
 
-def lion_(masters: Tensors, grads: Tensors, exp_avgs: Tensors, *, lr: float, betas: tuple[float, float]) -> None:
+def lion_(
+    masters: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    keep: float = 1.0,
+    scale: float = 1.0,
+) -> None:
     """One Lion update: step along the sign of an interpolated momentum, then advance the momentum."""
     if not masters:
         return
     if has_own_kernels(masters[0].device):
         from layerwise.kernels.triton_elementwise import fused_lion_
 
-        fused_lion_(masters, grads, exp_avgs, lr=lr, betas=betas)
+        fused_lion_(masters, grads, exp_avgs, lr=lr, betas=betas, keep=keep, scale=scale)
         return
+    _scale_(masters, keep)
+    _scale_(grads, scale)
     beta1, beta2 = betas
     directions = torch._foreach_mul(exp_avgs, beta1)
     torch._foreach_add_(directions, grads, alpha=1.0 - beta1)
@@ -138,3 +183,8 @@ def lion_(masters: Tensors, grads: Tensors, exp_avgs: Tensors, *, lr: float, bet
     torch._foreach_sub_(masters, directions)
     torch._foreach_mul_(exp_avgs, beta2)
     torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta2)
+
+
+def _scale_(tensors: Tensors, factor: float) -> None:
+    if factor != 1.0:
+        torch._foreach_mul_(tensors, factor)

@@ -14,14 +14,8 @@ from torch import Tensor
 
 from layerwise.kernels.lists import facts_of
 from layerwise.kernels.tables import address_table, cut, place_of, row_table
-from layerwise.kernels.triton_elementwise import (
-    ALIGNMENT,
-    TRITON_DTYPES,
-    as_pointer,
-    by_dtypes,
-    find_block,
-)
 from layerwise.kernels.triton_launch import launch
+from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, find_block
 
 
 @triton.jit

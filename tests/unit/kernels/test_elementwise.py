@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from layerwise.kernels.elementwise import adamw_, copy_all_, decay_, lion_, momentum_, subtract_scaled_
+from layerwise.kernels.elementwise import adamw_, copy_all_, couple_, keep_of, lion_, momentum_, subtract_scaled_
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 
 WEIGHTS = [0.5, -1.25, 2.0, 0.0]
@@ -28,24 +30,53 @@ def close(expected: list[float]) -> object:
     return pytest.approx(expected, rel=2e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected_weights", "expected_grads"),
-    [
-        ("decoupled", [w * (1 - 0.3 * 0.2) for w in WEIGHTS], GRADS[0]),
-        ("independent", [w * (1 - 0.2) for w in WEIGHTS], GRADS[0]),
-        ("coupled", WEIGHTS, [g + 0.2 * w for g, w in zip(GRADS[0], WEIGHTS, strict=True)]),
-    ],
-)
-def test_decay_in_every_mode(mode: str, expected_weights: list[float], expected_grads: list[float]) -> None:
+@pytest.mark.parametrize(("mode", "kept"), [("decoupled", 1 - 0.3 * 0.2), ("independent", 1 - 0.2), ("coupled", 1.0)])
+def test_what_decay_keeps_in_every_mode(mode: str, kept: float) -> None:
+    assert keep_of(lr=0.3, weight_decay=0.2, mode=mode) == pytest.approx(kept)
+
+
+def test_decay_that_is_coupled_is_a_part_of_the_clipped_gradient() -> None:
     masters, grads = two_runs(WEIGHTS), two_runs(GRADS[0])
-    decay_(masters, grads, lr=0.3, weight_decay=0.2, mode=mode)
-    assert joined(masters) == close(expected_weights)
-    assert joined(grads) == close(expected_grads)
+    couple_(grads, masters, weight_decay=0.2, scale=0.5)
+    assert joined(masters) == close(WEIGHTS)
+    assert joined(grads) == close([0.5 * g + 0.2 * w for g, w in zip(GRADS[0], WEIGHTS, strict=True)])
 
 
 def test_an_unknown_mode_of_decay_is_refused() -> None:
     with pytest.raises(ValueError, match="weight_decay_mode must be decoupled, independent or coupled, got 'other'"):
-        decay_([torch.ones(1)], [torch.ones(1)], lr=0.1, weight_decay=0.1, mode="other")
+        keep_of(lr=0.1, weight_decay=0.1, mode="other")
+
+
+def kept_and_scaled(update: Callable[..., None], state: int, **given: Any) -> None:
+    """An update with `keep` and `scale` is the same bits as one of weights and gradients that were multiplied before."""
+    on_the_way = two_runs(WEIGHTS), two_runs(GRADS[0])
+    before = [[run * 0.75 for run in on_the_way[0]], [run * 0.3 for run in on_the_way[1]]]
+    states, other_states = ([two_runs(GRADS[1]) for _ in range(state)] for _ in range(2))
+    update(*on_the_way, *[[run.abs() for run in runs] for runs in states], **given, keep=0.75, scale=0.3)
+    update(*before, *[[run.abs() for run in runs] for runs in other_states], **given)
+    assert joined(on_the_way[0]) == joined(before[0]) != WEIGHTS
+
+
+def test_weights_decay_and_gradients_are_clipped_on_the_way() -> None:
+    kept_and_scaled(adamw_, 2, step=3, lr=0.1, betas=(0.9, 0.8), eps=1e-8)
+    kept_and_scaled(lion_, 1, lr=0.1, betas=(0.9, 0.8))
+
+
+def test_momentum_of_gradients_that_are_clipped_on_the_way() -> None:
+    grads, clipped = two_runs(GRADS[0]), [run * 0.3 for run in two_runs(GRADS[0])]
+    momenta, others = two_runs(GRADS[1]), two_runs(GRADS[1])
+    momentum_(grads, momenta, momentum=0.9, nesterov=True, scale=0.3)
+    momentum_(clipped, others, momentum=0.9, nesterov=True)
+    assert (joined(grads), joined(momenta)) == (joined(clipped), joined(others))
+
+
+def test_masters_decay_as_directions_are_taken_off_them() -> None:
+    masters = two_runs(WEIGHTS)
+    lengths = [run.numel() for run in masters]
+    subtract_scaled_(masters, two_runs(GRADS[0]), [0.5, 3.0], [0.9, 1.0])
+    factors, keeps = ([*[first] * lengths[0], *[second] * lengths[1]] for first, second in ((0.5, 3.0), (0.9, 1.0)))
+    expected = [k * w - f * g for k, w, f, g in zip(keeps, WEIGHTS, factors, GRADS[0], strict=True)]
+    assert joined(masters) == close(expected)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -124,7 +155,7 @@ def test_lion_steps_along_one_average_and_keeps_another() -> None:
 
 
 def test_an_empty_list_of_runs_is_nothing_to_do() -> None:
-    decay_([], [], lr=0.1, weight_decay=0.1, mode="coupled")
+    couple_([], [], weight_decay=0.1)
     momentum_([], [], momentum=0.9, nesterov=True)
     subtract_scaled_([], [], [])
     adamw_([], [], [], [], step=1, lr=0.1, betas=(0.9, 0.9), eps=1e-8)

@@ -41,6 +41,25 @@ def optimizer_step(data: dict[str, Any]) -> str:
     )
 
 
+def end_to_end(data: dict[str, Any]) -> str:
+    def mean(times: Sequence[float]) -> str:
+        return f"{sum(times) / len(times):.1f}"
+
+    names = list(data["val_loss"])
+    rows = [
+        [name, *(mean(found["ms"][arm]) for arm in names), f"{found['ratio']:.3f}"]
+        for name, found in data["iterations"].items()
+    ]
+    loss = [f"{min(data['val_loss'][arm].values()):.3f}" for arm in names]
+    return markdown(
+        [f"on {data['host']['gpu']}", *names, "Muon over AdamW"],
+        [
+            *([f"an iteration of {row[0]}, ms", *row[1:]] for row in rows),
+            ["validation loss after 200 steps", *loss, ""],
+        ],
+    )
+
+
 def newton_schulz(data: dict[str, Any]) -> str:
     return markdown(
         [f"matrices on {data['host']['gpu']}", "form", "ours, ms", "torch's products, ms", "floor, ms", "over floor"],
@@ -356,6 +375,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "newton_schulz": ("newton_schulz", newton_schulz),
     "newton_schulz_accuracy": ("newton_schulz", newton_schulz_accuracy),
     "optimizer_step": ("optimizer_step", optimizer_step),
+    "end_to_end": ("end_to_end", end_to_end),
     "overlap": ("overlap", overlap),
     "quantized_training": ("quantized_training", quantized_training),
     "quantized_memory": ("quantized_memory", quantized_memory),

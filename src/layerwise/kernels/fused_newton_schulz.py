@@ -17,7 +17,8 @@ X changes places with its successor: one is the memory of the result, the other 
 comes first is chosen so that the last one is the result. The Gram form needs four n x n matrices at a time while there is
 one X, and one of them, P, while there are two. So P has a place of its own, and the other three lie where the next X
 will be: in the workspace, or in the result as far as they fit. So does the standard form's Gram matrix, beside which there
-is its polynomial.
+is its polynomial. Where it takes less memory, half of a batch of the Gram form goes to the workspace, and the other half to
+where that was: `GramRoom` says so, for the plan too.
 """
 
 from __future__ import annotations
@@ -31,21 +32,20 @@ from torch import Tensor
 from layerwise.config.coefficients import Coefficient
 from layerwise.kernels.products import full_tile, symmetric_tile
 from layerwise.kernels.triton_products import Norms, full, new_batch, normalise_into, norms_nbytes, symmetric
-from layerwise.layout.cost import gram_segments
+from layerwise.layout.cost import GRAM_OTHERS, GramRoom, gram_segments
 
-# B: batch of equal-shaped matrices, R: rows, C: columns, M: the shorter of the two.
+# B: batch of equal-shaped matrices, P: part of it, R: rows, C: columns, M: the shorter of the two.
 
 _ALIGNED = 8
 """Elements of 16 bits, to the multiple of which rows begin."""
-_OTHERS = 3
-"""Small matrices of the Gram form beside P."""
 
 
 def orthogonalize_fused(update_BRC: Tensor, schedule: Sequence[Coefficient], method: str, dtype: torch.dtype) -> Tensor:
     """As `orthogonalize`, for a non-empty batch on a device that has these kernels; `dtype` has 16 bits."""
     batch, rows, cols = update_BRC.shape
     out_BRC = new_batch(batch, rows, cols, dtype, update_BRC.device)
-    workspace = torch.empty(workspace_nbytes(update_BRC.shape, method), dtype=torch.uint8, device=update_BRC.device)
+    nbytes = workspace_nbytes(update_BRC.shape, method, len(schedule))
+    workspace = torch.empty(nbytes, dtype=torch.uint8, device=update_BRC.device)
     orthogonalize_into(out_BRC, with_rows(update_BRC), workspace, schedule, method)
     return out_BRC.contiguous()
 
@@ -65,15 +65,12 @@ def orthogonalize_into(
         form(_Places.of(out_BRC, workspace), update_BRC, schedule)
 
 
-def workspace_nbytes(shape: Sequence[int], method: str) -> int:
+def workspace_nbytes(shape: Sequence[int], method: str, steps: int) -> int:
     """Bytes that a batch of this shape needs."""
     batch, rows, cols = shape
     large, small = _sizes(rows, cols)
-    if method == "gram":
-        numel = small + max(_OTHERS * small, large + _left_over(large, small) * small)
-    else:
-        numel = small + large
-    return 2 * batch * numel + norms_nbytes(batch, rows, cols)
+    beside = GramRoom.of(batch, large, small, len(gram_segments(steps))).numel if method == "gram" else batch * large
+    return 2 * (batch * small + beside) + norms_nbytes(batch, rows, cols)
 
 
 def _sizes(rows: int, cols: int) -> tuple[int, int]:
@@ -84,11 +81,6 @@ def _sizes(rows: int, cols: int) -> tuple[int, int]:
 
 def _padded(cols: int) -> int:
     return -(-cols // _ALIGNED) * _ALIGNED
-
-
-def _left_over(large: int, small: int) -> int:
-    """Of the small matrices beside P, how many do not fit into a large one."""
-    return max(0, _OTHERS - large // small)
 
 
 class _Places(NamedTuple):
@@ -104,10 +96,10 @@ class _Places(NamedTuple):
         used = norms_nbytes(batch, rows, cols)
         return cls(out_BRC, workspace[used:].view(torch.int16), Norms.of(batch, rows, cols, workspace[:used]))
 
-    def large(self, first: int, dtype: torch.dtype) -> Tensor:
-        """A batch like the result, from an element of the workspace on."""
+    def large(self, first: int, dtype: torch.dtype, count: int | None = None) -> Tensor:
+        """A batch like the result, or the first few of it, from an element of the workspace on."""
         batch, rows, cols = self.out_BRC.shape
-        return _carved(self.own, batch * first, batch, rows, cols, dtype)
+        return _carved(self.own, first, batch if count is None else count, rows, cols, dtype)
 
     def small(self, first: int, dtype: torch.dtype, *, in_result: bool = False) -> Tensor:
         """A batch of small matrices, from an element of the workspace on, or of the result."""
@@ -116,7 +108,7 @@ class _Places(NamedTuple):
         if in_result:
             memory = self.out_BRC.view(torch.int16).as_strided((batch * rows * _padded(cols),), (1,))
         short = min(rows, cols)
-        return _carved(memory, batch * first, batch, short, short, dtype)
+        return _carved(memory, first, batch, short, short, dtype)
 
 
 def _carved(memory: Tensor, first: int, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
@@ -127,7 +119,7 @@ def _carved(memory: Tensor, first: int, batch: int, rows: int, cols: int, dtype:
 
 def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> None:
     dtype = places.out_BRC.dtype
-    _, small = _sizes(*update_BRC.shape[1:])
+    small = update_BRC.shape[0] * _sizes(*update_BRC.shape[1:])[1]
     polynomial_BMM = places.small(0, dtype)
     # X and its successor in turn, each with the small matrix that lies where it will.
     here, there = (
@@ -153,43 +145,57 @@ def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficien
 def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> None:
     """See [Note: The Gram form without a diagonal], [Note: Where things lie], and in newton_schulz why it works in fp16
     and restarts."""
-    half = torch.float16
+    half, batch = torch.float16, update_BRC.shape[0]
     large, small = _sizes(*update_BRC.shape[1:])
-    p_BMM, own_BRC = places.small(0, half), places.large(small, half)
-    left_over = _left_over(large, small)
-    fitting = _OTHERS - left_over
-    others_by_side = {
-        False: [places.small((1 + slot) * small, half) for slot in range(_OTHERS)],
-        True: [places.small(slot * small, half, in_result=True) for slot in range(fitting)]
-        + [places.small(small + large + slot * small, half) for slot in range(left_over)],
-    }
     segments = gram_segments(len(schedule))
-    is_own = len(segments) % 2 == 1  # whether X lies in the workspace
+    room = GramRoom.of(batch, large, small, len(segments))
+    part, small = room.part, batch * small
+    p_BMM, own_PRC = places.small(0, half), places.large(small, half, part)
+    free = 0 if part == batch else part * large  # where nothing lies in the result while matrices are away
+    left_over = range(GRAM_OTHERS - room.fitting)
+    others_by_side = {
+        False: [places.small((1 + slot) * small, half) for slot in range(GRAM_OTHERS)],
+        True: [places.small(free + slot * small, half, in_result=True) for slot in range(room.fitting)]
+        + [places.small(small + part * large + slot * small, half) for slot in left_over],
+    }
     result_BRC = places.out_BRC.view(half)
-    here_BRC = own_BRC if is_own else result_BRC
-    normalise_into(here_BRC, update_BRC, places.norms)
+    at_home = [(result_BRC, slice(0, batch))]
+    away = [(own_PRC, slice(0, part)), (result_BRC[: batch - part], slice(part, batch))][: 1 + (part < batch)]
+    is_away = len(segments) % 2 == 1
+    normalise_into(own_PRC if is_away else result_BRC, update_BRC, places.norms)
     first: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     done = 0
     for length in segments:
         segment = schedule[done : done + length]
         done += length
-        q = _segment(here_BRC, first[1], segment, p_BMM, others_by_side[is_own])
-        is_last = done == len(schedule)
-        there_BRC = places.out_BRC if is_last else result_BRC if is_own else own_BRC
-        _times(p_BMM, here_BRC, there_BRC, beta=q, scales=first[0])
-        here_BRC, is_own = there_BRC, not is_own
+        q = _segment(away if is_away else at_home, first[1], segment, p_BMM, others_by_side[is_away])
+        target_BRC = places.out_BRC if done == len(schedule) else result_BRC
+        # Who goes first leaves its place to the other.
+        if is_away:
+            moves = [(x_PRC, target_BRC[which], which) for x_PRC, which in reversed(away)]
+        else:
+            moves = [(result_BRC[which], x_PRC, which) for x_PRC, which in away]
+        for here_PRC, there_PRC, which in moves:
+            scales = first[0] if first[0] is None else first[0][which]
+            _times(p_BMM[which], here_PRC, there_PRC, beta=q, scales=scales)
+        is_away = not is_away
         first = None, None
 
 
 def _segment(
-    x_BRC: Tensor, scales: Tensor | None, segment: Sequence[Coefficient], last_BMM: Tensor, others: Sequence[Tensor]
+    parts: Sequence[tuple[Tensor, slice]],
+    scales: Tensor | None,
+    segment: Sequence[Coefficient],
+    last_BMM: Tensor,
+    others: Sequence[Tensor],
 ) -> float:
-    """Leave in `last` the P, and return the q, such that P X + q X is X after the steps of `segment`."""
+    """Leave in `last` the P, and return the q, such that P X + q X is X after the steps of `segment`. X lies in parts."""
     r_BMM, spare_BMM, other_BMM = others
     tile = symmetric_tile(r_BMM.shape[1])
     # P is written to one place and to another in turn, and ends in the last.
     p_BMM, next_BMM = (last_BMM, other_BMM) if len(segment) % 2 else (other_BMM, last_BMM)
-    _gram_matrix(x_BRC, scales, r_BMM)
+    for x_PRC, which in parts:
+        _gram_matrix(x_PRC, None if scales is None else scales[which], r_BMM[which])
     a, b, c = segment[0]
     q = a
     z_BMM = _square(r_BMM, b, c, p_BMM)

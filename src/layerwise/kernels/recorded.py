@@ -50,7 +50,7 @@ class Recorder:
         form = resolve_method(method, *update_BMN.shape[1:])
         update_BMN = with_rows(update_BMN)
         out_BMN = as_batch(update_BMN, dtype)
-        memory = torch.empty(workspace_nbytes(out_BMN.shape, form), dtype=torch.uint8, device=device)
+        memory = torch.empty(workspace_nbytes(out_BMN.shape, form, len(schedule)), dtype=torch.uint8, device=device)
         key = (
             *(update_BMN.data_ptr(), out_BMN.data_ptr(), memory.data_ptr(), stream_on(device)),
             *(update_BMN.shape, update_BMN.stride(), update_BMN.dtype, device, tuple(schedule), form, dtype),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +111,52 @@ def fewest_flops(rows: int, cols: int, steps: int) -> int:
     return min(standard, gram)
 
 
-def newton_schulz_workspace(rows: int, cols: int, method: str) -> int:
-    """Elements that the kernels of a GPU hold for one matrix beside its own memory, which becomes that of its result.
+GRAM_OTHERS = 3
+"""Small matrices that the Gram form has beside the one that it multiplies with in the end."""
+
+
+class GramRoom(NamedTuple):
+    """How a batch of the Gram form changes places between its own memory and a workspace.
+
+    Matrices that are away lie in the workspace; where only a part of the batch goes there, the others follow into the place
+    that it left. Small matrices lie where nothing else does.
+    """
+
+    part: int
+    """Matrices that go to the workspace."""
+    fitting: int
+    """Small matrices of all of the batch for which there is room in its own memory while matrices are away."""
+    numel: int
+    """Elements of the workspace beside those of the small matrix that always has a place there."""
+
+    @classmethod
+    def of(cls, batch: int, large: int, small: int, segments: int) -> GramRoom:
+        """For matrices of `large` elements whose Gram matrices have `small`. Half of the batch at a time, where that takes less;
+        they end in their own memory after an even number of segments, where they began, or begin in the workspace."""
+
+        def room(part: int) -> GramRoom:
+            free = (batch if part == batch else batch - part) * large
+            fitting = min(GRAM_OTHERS, free // (batch * small))
+            away = part * large + (GRAM_OTHERS - fitting) * batch * small
+            return cls(part, fitting, max(GRAM_OTHERS * batch * small, away))
+
+        whole = room(batch)
+        half = room(-(-batch // 2))
+        return half if segments % 2 == 0 and half.numel < whole.numel else whole
+
+
+def newton_schulz_workspace(batch: int, rows: int, cols: int, method: str, steps: int) -> int:
+    """Elements that the kernels of a GPU hold for a batch beside its own memory, which becomes that of its result.
 
     Both forms have another X, and one n x n matrix beside it. The others lie where the next X will be; the Gram form has
-    three of them, for which that may be too small.
+    three of them, for which that may be too small, and takes half of a batch at a time where it is too large.
 
-    >>> newton_schulz_workspace(4, 4, "standard"), newton_schulz_workspace(16, 4, "gram"), newton_schulz_workspace(8, 4, "gram")
-    (32, 80, 64)
+    >>> [newton_schulz_workspace(2, rows, 4, method, 5) for rows, method in ((4, "standard"), (16, "gram"), (8, "gram"))]
+    [64, 128, 128]
+    >>> newton_schulz_workspace(1, 16, 4, "gram", 5)
+    80
     """
     numel, square = rows * cols, min(rows, cols) ** 2
     if resolve_method(method, rows, cols) == "gram":
-        return square + max(3 * square, numel + max(0, 3 - numel // square) * square)
-    return numel + square
+        return batch * square + GramRoom.of(batch, numel, square, len(gram_segments(steps))).numel
+    return batch * (numel + square)

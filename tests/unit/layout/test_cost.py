@@ -1,7 +1,8 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.layout.cost import NewtonSchulz, newton_schulz_flops, resolve_method
+from layerwise.layout.cost import GramRoom, NewtonSchulz, newton_schulz_flops, resolve_method
 from tests.strategies import MANY
 
 sides = st.integers(1, 30_000)
@@ -39,3 +40,25 @@ def test_standard_flops_are_those_of_its_three_products(rows: int, cols: int, st
 def test_gram_saves_work_on_oblong_matrices_only() -> None:
     assert newton_schulz_flops(4096, 14336, 5, gram=True) < newton_schulz_flops(4096, 14336, 5, gram=False)
     assert newton_schulz_flops(4096, 4096, 5, gram=True) > newton_schulz_flops(4096, 4096, 5, gram=False)
+
+
+def test_half_of_a_batch_goes_to_the_workspace_where_that_takes_less() -> None:
+    long = GramRoom.of(24, 4096 * 1024, 1024 * 1024, segments=2)
+    assert long == (12, 2, 3 * 24 * 1024 * 1024)  # as much as the small matrices take anyway
+    assert GramRoom.of(24, 4096 * 1024, 1024 * 1024, segments=1) == (24, 3, 4 * 24 * 1024 * 1024)
+    assert GramRoom.of(24, 3072 * 1024, 1024 * 1024, segments=2).part == 24
+    assert GramRoom.of(7, 8192 * 1024, 1024 * 1024, segments=2).part == 4
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 4])
+@pytest.mark.parametrize(("large", "small"), [(5, 4), (8, 4), (11, 4), (16, 4), (100, 4), (9, 9)])
+def test_in_a_workspace_there_is_room_for_all_that_lies_there_at_once(large: int, small: int, segments: int) -> None:
+    for batch in range(1, 20):
+        part, fitting, numel = GramRoom.of(batch, large, small, segments)
+        others = 3 * batch * small
+        assert numel >= others  # while all matrices are at home
+        assert numel >= part * large + others - fitting * batch * small  # while some are away
+        free = batch * large if part == batch else (batch - part) * large
+        assert fitting * batch * small <= free
+        assert batch - part <= part  # who follows finds room in the place of who left
+        assert part == batch or segments % 2 == 0

@@ -71,13 +71,18 @@ class Communicator:
         return Handle(_name(op), tensor, (tensor,), (work,))
 
     def all_gather(self, op: CommOp, shard: Tensor, full: Tensor) -> Handle:
-        """Every rank's `shard` into `full`, in rank order."""
+        """Every rank's `shard` into `full`, in rank order.
+
+        On the host as one broadcast per rank, of memory where it lies: gloo brings a gather together in memory of its own,
+        as much as `full` has, and takes three to five times as long. Short ones take the same time either way.
+        """
         self._check(_name(op), "all_gather", full, shard, op=op)
         self._count("all_gather", wire_nbytes("all_gather", full.nbytes, self.world))
-        if self.group is None or self.world == 1:
-            if full.data_ptr() != shard.data_ptr():
-                full.copy_(shard)
-            return Handle(_name(op), full)
+        if full.device.type == "cpu" or self.group is None or self.world == 1:
+            parts = full.view(self.world, full.numel() // self.world)
+            if parts[self.rank].data_ptr() != shard.data_ptr():
+                parts[self.rank].copy_(shard)
+            return self._broadcasts(op, full, list(enumerate(parts)))
         with self._launching(op):
             work = _all_gather(full, shard, group=self.group, async_op=True)
         return Handle(_name(op), full, (shard, full), (work,))

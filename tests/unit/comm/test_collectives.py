@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +146,33 @@ def test_three_ranks_get_what_each_collective_promises_and_count_what_the_schedu
         assert exchanged == arrived[rank]
         assert spread == [2.0 * index for index in range(NUMEL)]
         assert counted == predicted
+
+
+def gathered_in_place(rank: int, world: int, numel: int) -> tuple[bool, int]:
+    """A gather of which this rank's part lies where it is to be; whether all is there, and the most memory that it took."""
+    comm, full = Communicator(dist.group.WORLD), torch.full((numel * world,), -1.0)
+    mine = full[rank * numel : (rank + 1) * numel].fill_(rank)
+    comm.all_gather(op("all_gather", numel=numel * world, world=world), mine, full).wait()  # buffers of the transport
+    full.fill_(-1.0)
+    mine.fill_(rank)
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+    before = _most_resident()
+    comm.all_gather(op("all_gather", numel=numel * world, world=world), mine, full).wait()
+    more = _most_resident() - before
+    return all(bool((part == source).all()) for source, part in enumerate(full.chunk(world))), more
+
+
+def _most_resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, which counts memory")
+def test_a_gather_on_the_host_goes_from_where_it_lies_to_where_it_belongs() -> None:
+    numel = 4 << 20
+    for is_right, more in run_ranks(2, gathered_in_place, numel):
+        assert is_right
+        assert more < numel * 4 // 2, f"{more >> 20} MiB beside a gather of {numel * 8 >> 20}"
 
 
 def facts_of_all(rank: int, world: int) -> list[object]:

@@ -45,6 +45,14 @@ class Read(NamedTuple):
     part: Part
 
 
+class Reads(NamedTuple):
+    """Everything that is to be read."""
+
+    model: list[Read]
+    """Masters, and what is not trained. What forward reads follows when this is there."""
+    state: list[Read]
+
+
 class Names:
     """The checkpoint's params and buffers by the names that they have in the model."""
 
@@ -89,9 +97,7 @@ def _facts_of(manifest: Manifest) -> dict[str, ParamFacts]:
     return found
 
 
-def fit(
-    contents: Contents | BareModule, manifest: Manifest, policy: Policy, elsewhere: Collection[str] = ()
-) -> list[Read]:
+def fit(contents: Contents | BareModule, manifest: Manifest, policy: Policy, elsewhere: Collection[str] = ()) -> Reads:
     """Everything that is to be read on this rank. Raises with all problems, unless the policy says what to do; those of a
     param are the same whoever has it. `elsewhere` names what only other ranks have."""
     fitting = _Fitting(contents, manifest, policy, elsewhere)
@@ -103,14 +109,17 @@ def fit(
             f"the checkpoint does not fit the model ({len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was "
             f"changed):\n{shown}{more}\nrename=, missing=, unused= and reset= say what to do about such differences."
         )
-    return [read for read in fitting.reads() if _is_alike(manifest, read)]
+    found = Reads(list(fitting.of_model()), list(fitting.of_state()))
+    for read in (*found.model, *found.state):
+        _check_alike(manifest, read)
+    return found
 
 
-def _is_alike(manifest: Manifest, read: Read) -> bool:
+def _check_alike(manifest: Manifest, read: Read) -> None:
     """Raise unless a tensor is what it is to be read into; a chunk of another one would be written before that shows."""
     part = read.part
     if read.key is None:
-        return True
+        return
     entry = manifest.entries.get(read.key)
     if entry is None:
         raise CheckpointError(f"{read.key!r} is missing in the checkpoint.")
@@ -119,7 +128,6 @@ def _is_alike(manifest: Manifest, read: Read) -> bool:
         raise CheckpointError(
             f"{read.key!r} has the shape {entry.shape} and is {theirs} in the checkpoint, expected {part.shape} and {mine}."
         )
-    return True
 
 
 def _kind_of(dtype: torch.dtype) -> str:
@@ -199,9 +207,8 @@ class _Fitting:
             has, lacks = ("optimizer", "checkpoint") if scale is None else ("checkpoint", "optimizer")
             yield f"the {has} has a loss scale, and the {lacks} has none: name {LOSS_SCALE!r} in reset= to go on all the same."
 
-    def reads(self) -> Iterator[Read]:
-        """Masters from masters, and from weights where those were the truth; everything else from what it was. State that
-        has nothing to go on from starts anew, whatever was there."""
+    def of_model(self) -> Iterator[Read]:
+        """Masters from masters, and from weights where those were the truth; everything else from what it was."""
         for name, part in self._contents.masters():
             theirs = self._names.theirs(name)
             master = state_key(theirs, MASTER)
@@ -212,6 +219,9 @@ class _Fitting:
             name = part.key.removeprefix(f"{MODEL}.")
             if self._is_there(name, part.shape):
                 yield Read(f"{MODEL}.{self._names.theirs(name)}", part)
+
+    def of_state(self) -> Iterator[Read]:
+        """State that has nothing to go on from starts anew, whatever was there."""
         for part in (*self._contents.state(), *self._contents.home_state()):
             name, kind = _param_and_kind(part.key, self._params)
             if kind != MASTER:

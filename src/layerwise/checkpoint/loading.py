@@ -6,8 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from layerwise.optim.optimizer import Optimizer
 
 _AT_A_TIME = 4 << 20
 """Elements of which masters and weights are compared at once."""
+_ROW = 64
+"""Words of eight bytes that are added up."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,11 @@ def load(
     beside = derive_together(
         groups, "checkpoints", lambda: _beside(contents, folder, manifest, names, extra), lambda _: {}
     )
-    with Reader(folder, manifest) as reader, _replacing(contents, manifest.step, beside.scale):
-        _write(groups, reader, reads)
-    if isinstance(contents, Contents):
-        with nullcontext() if optimizer is None else optimizer.stepper.moving_masters("loading"):
+    with Reader(folder, manifest) as reader, _replacing(contents, manifest.step, beside.scale) as follow:
+        _write(groups, reader, reads.model)
+        follow()
+        _write(groups, reader, reads.state)  # while weights are on their way
+        if isinstance(contents, Contents):
             check_published(contents.engine)
     beside.take(optimizer, extra or {})
     return Loaded(manifest.step, beside.values, beside.generators is not None)
@@ -224,17 +227,18 @@ def _generators_of(engine: Engine, reader: Reader, manifest: Manifest) -> dict[s
 
 
 @contextmanager
-def _replacing(contents: Contents | BareModule, step: int, scale: Mapping[str, float] | None) -> Iterator[None]:
-    """In here weights, masters and state are written; then what forward reads follows."""
+def _replacing(
+    contents: Contents | BareModule, step: int, scale: Mapping[str, float] | None
+) -> Iterator[Callable[[], None]]:
+    """In here weights, masters and state are written. What forward reads follows when this is called."""
     if contents.optimizer is not None:
-        with contents.optimizer.replacing_state(step, scale):
-            yield
-        return
-    if isinstance(contents, Contents):
+        with contents.optimizer.replacing_state(step, scale) as follow:
+            yield follow
+    elif isinstance(contents, Contents):
         contents.engine.publisher.ensure_all()
-    yield
-    if isinstance(contents, Contents):
-        contents.engine.publisher.begin()
+        yield contents.engine.publisher.begin
+    else:
+        yield lambda: None  # what is written is what forward reads
 
 
 def _write(groups: Groups, reader: Reader, reads: Sequence[Read]) -> None:
@@ -256,8 +260,16 @@ def _rounds_to(master: Tensor, weight: Tensor) -> bool:
 
 
 def _sum(flat: Tensor) -> object:
-    """A number that tells tensors apart; on the host one that is read off memory."""
-    return zlib.crc32(bytes_of(flat)) if flat.device.type == "cpu" else hash_bits(flat).tolist()
+    """A number that tells tensors apart. On the host rows of words are added up, as fast as memory is read, and their sums are
+    summed up in turn; the order of words within a row does not count."""
+    if flat.device.type != "cpu":
+        return hash_bits(flat).tolist()
+    memory = bytes_of(flat)
+    rows = len(memory) // (8 * _ROW)
+    if not rows:
+        return zlib.crc32(memory)
+    words = torch.frombuffer(memory, dtype=torch.int64, count=rows * _ROW)
+    return zlib.crc32(memory[words.nbytes :], zlib.crc32(bytes_of(words.view(rows, _ROW).sum(1))))
 
 
 def check_published(engine: Engine) -> None:

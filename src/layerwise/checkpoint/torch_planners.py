@@ -84,9 +84,9 @@ class TrainState:
         """What was loaded is there already; weights follow masters now, on every rank."""
         optimizer = self._optimizer
         scaler = optimizer.stepper.scaler
-        with optimizer.replacing_state(int(self._step), None if scaler is None else scaler.state_dict()):
-            pass
-        check_published(self._contents.engine)
+        with optimizer.replacing_state(int(self._step), None if scaler is None else scaler.state_dict()) as follow:
+            follow()
+            check_published(self._contents.engine)
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -302,13 +302,14 @@ class Optimizer(torch.optim.Optimizer):
             lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=("ns_dtype",)),
             lambda found: {"step": found.extra["step"], "loss_scale": found.extra["loss_scale"]},
         )
-        with self.replacing_state(fitting.extra["step"], fitting.extra["loss_scale"]):
+        with self.replacing_state(fitting.extra["step"], fitting.extra["loss_scale"]) as follow:
             fitting.write(self)
+            follow()
 
     @contextmanager
-    def replacing_state(self, step: int, loss_scale: Mapping[str, float] | None) -> Iterator[None]:
-        """In here masters and state are written, on every rank; then they are those of this step, and weights follow. An
-        exception leaves an optimizer that refuses to go on."""
+    def replacing_state(self, step: int, loss_scale: Mapping[str, float] | None) -> Iterator[Callable[[], None]]:
+        """In here masters and state are written, on every rank. Once all masters are there, what this gives is called: then
+        they are those of this step, and weights follow. An exception leaves an optimizer that refuses to go on."""
         engine, scaler = self.engine, self.stepper.scaler
         agree(engine.groups, "states", {"step": step, "loss_scale": loss_scale}, across_stages=True)
         if any_rank(engine.groups, engine.gradients.has_gradients):
@@ -320,14 +321,17 @@ class Optimizer(torch.optim.Optimizer):
             # Ranks may have reduced different buckets by now, and are about to gather weights over the same groups.
             engine.gradients.settle()
         engine.publisher.ensure_all()
-        with self.stepper.moving_masters("loading"):
-            yield
+
+        def follow() -> None:
             self._whole = None
             engine.count.steps = step
             self._steps.fill_(step)
             if scaler is not None and loss_scale is not None:
                 scaler.load_state_dict(dict(loss_scale))
             engine.publisher.begin()
+
+        with self.stepper.moving_masters("loading"):
+            yield follow
 
     @never_traced
     def bring_up_to_date(self) -> None:

@@ -525,9 +525,10 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
 
 def held(storage: Storage) -> list[Tensor]:
     """What a rank has of a model, gradients aside: what it reads, masters and state."""
-    tensors = [replica.weights for replica in storage.replicas]
+    tensors = [tensor for replica in storage.replicas for tensor in replica.held]
     for shard in storage.shards:
-        tensors += [shard.weight, shard.master, *(shard.state[name] for name in sorted(shard.state))]
+        tensors += [*(() if shard.weight is None else (shard.weight,)), shard.master]
+        tensors += [shard.state[name] for name in sorted(shard.state)]
     return tensors
 
 

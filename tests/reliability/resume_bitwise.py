@@ -29,6 +29,7 @@ from layerwise.checkpoint import loading
 from layerwise.checkpoint.files import Reader
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.engine.engine import Engine
+from layerwise.models.quantized import QuantizedTensor
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome, tally
 from tests.worlds import hash_tensors, held
@@ -37,7 +38,10 @@ STEPS = 9
 STOPS = tuple(range(1, STEPS))
 CUT = "FSDP2"
 LAYOUTS = ("flat", "padded", "compact", "replicated", CUT)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CODES = "mxfp8"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, CODES: torch.bfloat16}
+SIZES = {"fp32": (8, 12), "bf16": (8, 12), CODES: (32, 64)}
+"""Width and hidden width; those of codes are multiples of a block."""
 
 
 class Cell(NamedTuple):
@@ -52,23 +56,23 @@ class Cell(NamedTuple):
 
 
 def cells() -> list[Cell]:
-    """torch's own sharding overlaps as it likes."""
+    """torch's own sharding overlaps as it likes, and has no codes."""
     return [
         cell
         for cell in itertools.starmap(Cell, itertools.product(LAYOUTS, (True, False), DTYPES))
-        if cell.overlap or cell.layout != CUT
+        if cell.layout != CUT or (cell.overlap and cell.dtype != CODES)
     ]
 
 
 class Net(nn.Module):
     """Draws random numbers in forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(13, 8)
-        self.up = nn.Linear(8, 12)
-        self.norm = nn.LayerNorm(12)
-        self.down = nn.Linear(12, 5, bias=False)
+        self.embedding = nn.Embedding(13, width)
+        self.up = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, 5, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = F.dropout(torch.tanh(self.up(self.embedding(tokens))), 0.3)
@@ -100,7 +104,9 @@ class Run:
     def __init__(self, rank: int, world: int, cell: Cell, seed: int) -> None:
         self.rank = rank
         torch.manual_seed(seed)
-        module = Net().to(DTYPES[cell.dtype])
+        module = Net(*SIZES[cell.dtype]).to(DTYPES[cell.dtype])
+        if cell.dtype == CODES:
+            layerwise.quantize(module, recipe=CODES, skip=["down.weight"])
         self.model: nn.Module
         if cell.layout == CUT:
             self.model = fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
@@ -139,7 +145,8 @@ class Run:
         engine.publisher.ensure_all()
         tensors = [*held(engine.storage), torch.get_rng_state()]
         for _, param in sorted(engine.storage.params.items()):
-            tensors += [param, *(state for _, state in sorted(self.optimizer.state[param].items()))]
+            own = [] if isinstance(param, QuantizedTensor) else [param]  # codes lie in what replicas hold
+            tensors += [*own, *(state for _, state in sorted(self.optimizer.state[param].items()))]
         local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         facts = [engine.count.steps, self.cursor.at, self.scheduler.last_epoch]
         rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerwise
+from layerwise.kernels.stored import stored_of
 from tests.mesh_zoo import whole_gradients
 from tests.meshes import Blocks, Experts, Mesh, Model, like, local, same
+from tests.quantizing import codes_of
 from tests.reference.oracle import Hyper, Oracle
 from tests.worlds import deliver, gradient, rules
 
@@ -32,11 +34,12 @@ Box = tuple[slice, ...]
 Sabotage = Callable[[int], AbstractContextManager[Any]]
 """What is put in place of the library's own, on a rank."""
 
-WIDTH, HIDDEN, VOCABULARY, EXPERTS = 8, 20, 13, 6
+WIDTH, HIDDEN, VOCABULARY, EXPERTS, BLOCK = 8, 20, 13, 6, 32
+CODES = "mxfp8"
 
 
 class FirstBlock(nn.Module):
-    """A fused weight, biases, something frozen, and buffers of which one is not saved."""
+    """A fused weight, one in blocks that may be kept as codes, biases, something frozen, and buffers of which one is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +48,7 @@ class FirstBlock(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)
+        self.wide = nn.Linear(2 * BLOCK, BLOCK, bias=False)
         self.frozen = nn.Linear(WIDTH, 5)
         self.frozen.requires_grad_(False)
         self.register_buffer("scale", torch.zeros(7))
@@ -89,13 +93,14 @@ class Whole(Model):
             "blocks.0.out.weight": [(0, WIDTH)],
             "blocks.0.up.weight": [(0, HIDDEN)],
             "blocks.0.down.weight": [(0, WIDTH)],
+            "blocks.0.wide.weight": [(0, BLOCK)],
             "blocks.1.query.weight": [(0, WIDTH)],
             "blocks.1.experts.up": None,
             "blocks.1.experts.down": None,
         }
 
     def styles(self) -> dict[str, str]:
-        rows = {f"blocks.0.{name}": "rows" for name in ("qkv", "up")}
+        rows = {f"blocks.0.{name}": "rows" for name in ("qkv", "up", "wide")}
         columns = {f"blocks.0.{name}": "columns" for name in ("out", "down")}
         return {"embed": "rows", "head": "rows", "norm": "copied", "blocks.1.query": "rows", **rows, **columns}
 
@@ -179,7 +184,7 @@ class Run:
         engine.publisher.ensure_all()
         weights, found = oracle.weights(), list[str]()
         for fqn, name, param in self.params():
-            if not same(local(param.detach()), self.mine(name, weights[name])):
+            if not _is_read_as(param, self.mine(name, weights[name])):
                 found.append(f"weight of {fqn}")
             for kind, tensor in self.optimizer.state[param].items():
                 found += self._state_differences(oracle, fqn, name, kind, tensor)
@@ -221,10 +226,24 @@ class Run:
         return [] if is_right else [f"{kind} of {fqn}"]
 
 
+def _is_read_as(param: nn.Parameter, weight: Tensor) -> bool:
+    """Whether forward reads this weight, or its codes in both directions where they are what is kept."""
+    stored = stored_of(param)
+    if stored is None:
+        return same(local(param.detach()), weight)
+    sides = ((stored.rows(), weight), (stored.cols(), weight.mT.contiguous()))
+    return stored.is_by_codes and all(
+        torch.equal(kept.values.contiguous().view(torch.uint8), codes) and torch.equal(kept.scales, scales)
+        for kept, (codes, scales) in ((kept, codes_of(side, CODES)) for kept, side in sides)
+    )
+
+
 class Kind:
     """A way to run the model on some numbers of ranks."""
 
     worlds: tuple[int, ...]
+    codes: bool = False
+    """Whether a weight is kept as codes: such a model is in bf16."""
 
     def build(self, rank: int, world: int, salt: int, dtype: torch.dtype, hyper: Hyper) -> Run:
         raise NotImplementedError
@@ -257,6 +276,7 @@ class Wrapped(Kind):
     chunks: int = 1
     bucket_mib: float = 0.001
     routes: tuple[layerwise.RouteRule, ...] = ()
+    codes: bool = False
 
     def votes(self, world: int) -> int:
         return world // self.pp
@@ -273,6 +293,9 @@ class Wrapped(Kind):
             for name, param in list(experts.named_parameters()):
                 boxes[f"blocks.1.experts.{name}"] = box = (slice(place % ep * each, (place % ep + 1) * each),)
                 experts.register_parameter(name, nn.Parameter(param.detach()[box].clone()))
+        if self.codes:
+            others = {name for name, _ in model.named_parameters()} - {"blocks.0.wide.weight"}
+            layerwise.quantize(model, CODES, skip=sorted(others))
         parts = self._pieces(model, stage)
         mesh = None
         if ep > 1 or self.pp > 1:
@@ -360,6 +383,7 @@ KINDS: dict[str, Kind] = {
     "padded": Wrapped("padded"),
     "compact": Wrapped("compact"),
     "replicated": Wrapped("replicated"),
+    CODES: Wrapped("flat", codes=True),
     "flat ep": Wrapped("flat", worlds=(2, 3, 4), ep=3),
     "padded ep": Wrapped("padded", worlds=(2, 3, 4), ep=3, bucket_mib=0.0005),
     "stages": Wrapped("compact", worlds=(2, 4), pp=2),

@@ -285,6 +285,8 @@ def compare_plans(
     drafts: dict[Layout, Draft] = {}
 
     def draft(layout: Layout | Mapping[BufferGroup, Layout]) -> Draft:
+        if options.memory == "params":
+            layout = "flat"  # params lie as they lie, whatever is asked for
         if isinstance(layout, str) and layout in drafts:
             return drafts[layout]
         buffers: tuple[BufferPlan, ...] = ()
@@ -328,9 +330,7 @@ def compare_plans(
     plans: dict[str, Plan] = {}
     for layout in resolved:
         choices: tuple[Choice, ...] = ()
-        if layout == "auto" and options.memory == "params":
-            made = draft("flat")
-        elif layout == "auto":
+        if layout == "auto":
             # What all-reduces gradients has none to release early.
             fitting = [
                 name

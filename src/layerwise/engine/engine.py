@@ -201,7 +201,6 @@ class Engine:
             prefetch=settings.prefetch,
             aligned=settings.align_param_gather,
         )
-        self.traffic.due.update(self.publisher.due_nbytes)
         self.gradients: Gradients
         if self.plan.options.memory == "params":
             self.gradients = OwnGradients(self.storage)
@@ -289,7 +288,7 @@ class Engine:
         reordered = [fqn for fqn, param in params.items() if param.requires_grad and _is_channels_last(param)]
         if reordered and self.groups.rank == 0:
             warn(
-                f"channels_last is lost for {listed(reordered)}: a flat buffer holds a weight in the order of its indices. Give the "
+                f"channels_last is lost for {listed(reordered)}: a step works on weights in the order of their indices. Give the "
                 "model channels_last inputs, x.to(memory_format=torch.channels_last): a convolution computes in the format of its "
                 "input, and torch reorders the weight for it.",
             )

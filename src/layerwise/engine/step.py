@@ -348,7 +348,7 @@ class Stepper:
             clipped_heads=clipped.heads,
             nonfinite_logits=clipped.nonfinite,
             unseen_logits=clipped.unseen,
-            bytes_by_collective=engine.traffic.sent(with_gathers=not reason),
+            bytes_by_collective=engine.traffic.sent({} if reason else engine.publisher.due_nbytes),
             products=self.update.products(live.options),
         )
         if totals.nonfinite and self._policy.nonfinite == "raise":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 
 class Traffic:
@@ -12,14 +13,11 @@ class Traffic:
     def __init__(self) -> None:
         self.in_step: Counter[str] = Counter()
         self.gathered: Counter[str] = Counter()
-        self.due: Counter[str] = Counter()
-        """What the gathers of one step will have sent."""
 
-    def sent(self, *, with_gathers: bool) -> dict[str, int]:
-        """Since the step before; with the gathers that a step has made due."""
+    def sent(self, due: Mapping[str, int]) -> dict[str, int]:
+        """Since the step before; with what the gathers that a step has made due will have sent."""
         found = Counter(self.in_step)
-        if with_gathers:
-            found.update(self.due)  # and not `+`: what sent nothing is told too
+        found.update(due)  # and not `+`: what sent nothing is told too
         return dict(found)
 
     def close(self) -> None:

@@ -216,6 +216,14 @@ def test_weights_that_lose_channels_last_are_named_and_activations_may_keep_it(
     torch.testing.assert_close(result, expected)
 
 
+def test_a_module_that_nobody_wraps_is_told_the_same() -> None:
+    module = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 2)).to(memory_format=torch.channels_last)
+    rules: dict[str, Any] = {"matrix": layerwise.Muon(lr=0.1), "other": layerwise.AdamW(lr=0.1)}
+    with pytest.warns(UserWarning, match="^channels_last is lost for '0.weight', '1.weight':") as caught:
+        layerwise.Optimizer(module, **rules)
+    assert "buffer" not in str(caught[0].message)
+
+
 def test_plain_weights_lose_no_memory_format() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

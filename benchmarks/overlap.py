@@ -109,7 +109,8 @@ class Arm:
         import torch
 
         import layerwise
-        from layerwise.config.schema import ModelConfig, resolve_model
+        from layerwise.config.resolve import resolve_model
+        from layerwise.config.schema import ModelConfig
         from layerwise.engine import engine
         from layerwise.layout.options import Options
         from layerwise.layout.plan import Plan, make_plan

@@ -34,7 +34,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import layerwise
-from layerwise.config.schema import ModelConfig, ModelShape, resolve_model
+from layerwise.config.resolve import ModelShape, resolve_model
+from layerwise.config.schema import ModelConfig
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
 from layerwise.layout.quantizing import quantized_table

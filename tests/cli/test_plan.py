@@ -18,7 +18,7 @@ from torch import nn
 
 from layerwise.cli.main import main
 from layerwise.config.load import load
-from layerwise.config.schema import resolve_model
+from layerwise.config.resolve import resolve_model
 from layerwise.dtypes import DType
 from layerwise.engine import engine
 from layerwise.layout.cost import Hardware

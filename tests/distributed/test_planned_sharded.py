@@ -14,7 +14,8 @@ from layerwise.cli import inspect
 from layerwise.cli.meta import shapes_only
 from layerwise.comm.joining import Ranks
 from layerwise.comm.sharded import local_of
-from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, resolve_model
+from layerwise.config.resolve import matrix_rule, other_rule, resolve_model
+from layerwise.config.schema import TrainConfig
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
 from layerwise.layout.placing import MeshSizes, placements_for

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerwise.comm.joining import Ranks, arrange
-from layerwise.config.schema import TrainConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import TrainConfig
 from layerwise.train.model import build_gpt, next_byte_loss
 from tests.distributed.trainer_jobs import CPU, Curve, largest_difference, several, small_config, train_on_rank
 from tests.marks import sampled

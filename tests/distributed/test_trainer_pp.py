@@ -14,7 +14,8 @@ from torch import Tensor
 
 from layerwise.comm.joining import Ranks, arrange
 from layerwise.comm.pipeline import Pipeline, Wires
-from layerwise.config.schema import TrainConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import TrainConfig
 from layerwise.train.data import Batch
 from layerwise.train.model import build_gpt, next_byte_loss
 from layerwise.train.stages import PipelinedModel, build_chunks

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import layerwise
-from layerwise.config.schema import ModelConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import ModelConfig
 from layerwise.kernels.logits import max_logits
 from layerwise.train.model import build_gpt
 

@@ -27,7 +27,8 @@ from unittest import mock
 from layerwise.cli.settings import load_settings
 from layerwise.config import load as load_module
 from layerwise.config.load import FIELD_TYPES, Override, dump_json, load, split_overrides
-from layerwise.config.schema import TrainConfig, matrix_rule, other_rule, resolve_model
+from layerwise.config.resolve import matrix_rule, other_rule, resolve_model
+from layerwise.config.schema import TrainConfig
 from layerwise.config.validate import validate
 from layerwise.errors import ConfigError
 from tests.ranks import RankFailure, run_ranks

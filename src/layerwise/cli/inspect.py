@@ -38,8 +38,9 @@ from layerwise.cli.folding import counted, fold, ranges
 from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override
+from layerwise.config.resolve import matrix_rule, other_rule
 from layerwise.config.rules import Muon, Rule
-from layerwise.config.schema import TrainConfig, is_sharded, matrix_rule, other_rule
+from layerwise.config.schema import TrainConfig, is_sharded
 from layerwise.errors import ConfigError, Problem, listed
 from layerwise.layout.cost import NewtonSchulz
 from layerwise.layout.plan import Plan, make_plan

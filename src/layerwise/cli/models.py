@@ -19,7 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerwise.config.schema import TrainConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import TrainConfig
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem, did_you_mean
 

@@ -17,8 +17,9 @@ from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
 from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
 from layerwise.cli.plan_request import PlanRequest, checked_layouts
 from layerwise.cli.settings import load_settings
+from layerwise.config.resolve import resolve_model
 from layerwise.config.rules import RULES_BY_KIND
-from layerwise.config.schema import TrainConfig, resolve_model
+from layerwise.config.schema import TrainConfig
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem, did_you_mean
 from layerwise.layout.choice import Choice

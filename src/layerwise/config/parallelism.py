@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from layerwise.config.layouts import facts_of
-from layerwise.config.schema import ModelConfig, ParallelConfig, TrainConfig, is_sharded, mlp_width
+from layerwise.config.resolve import mlp_width
+from layerwise.config.schema import ModelConfig, ParallelConfig, TrainConfig, is_sharded
 from layerwise.errors import Problem
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layerwise.config.parallelism import sizes_in_words
-from layerwise.config.schema import BLOCK_MULTIPLES, TrainConfig, expert_width, is_sharded, mlp_width
+from layerwise.config.resolve import expert_width, mlp_width
+from layerwise.config.schema import BLOCK_MULTIPLES, TrainConfig, is_sharded
 from layerwise.errors import Problem
 
 _WHERE = "precision.param_gather"

@@ -16,14 +16,8 @@ from typing import Any
 from layerwise.config.coefficients import check_coefficients
 from layerwise.config.parallelism import PARALLEL_CHECKS
 from layerwise.config.precision import block_problems, made_of_problems, wrapper_problems
-from layerwise.config.schema import (
-    BYTE_VALUES,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-    matrix_rule,
-    other_rule,
-)
+from layerwise.config.resolve import matrix_rule, other_rule
+from layerwise.config.schema import BYTE_VALUES, ModelConfig, OptimConfig, TrainConfig
 from layerwise.errors import Problem
 
 # Beyond these a number is a typing mistake, and some of them would take the machine down before torch could complain.

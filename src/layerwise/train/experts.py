@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks, exchange_counts, exchange_rows
 from layerwise.comm.tensor_parallel import ALL_HEADS_HERE, TensorRanks
-from layerwise.config.schema import ModelShape
+from layerwise.config.resolve import ModelShape
 from layerwise.routing.split import Split, stack
 
 

@@ -25,7 +25,8 @@ from layerwise.comm import joining
 from layerwise.comm.scopes import scope
 from layerwise.config.load import dump_json
 from layerwise.config.parallelism import cut_in_words, world_problems
-from layerwise.config.schema import TrainConfig, is_sharded, matrix_rule, other_rule, qk_clip_of, resolve_model
+from layerwise.config.resolve import matrix_rule, other_rule, qk_clip_of, resolve_model
+from layerwise.config.schema import TrainConfig, is_sharded
 from layerwise.config.validate import TRACED_STEPS
 from layerwise.errors import ConfigError, Problem
 from layerwise.routing.files import read_rules, rules_to_toml

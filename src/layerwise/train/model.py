@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks
 from layerwise.comm.tensor_parallel import ALL_HEADS_HERE, TensorRanks
-from layerwise.config.schema import ModelShape
+from layerwise.config.resolve import ModelShape
 from layerwise.routing.heads import AttentionHeads
 from layerwise.train.experts import MoE
 
@@ -157,7 +157,8 @@ class GPT(nn.Module):
 
     Params have the same names in a stage as in the whole model, and experts on several ranks the same as on one.
 
-    >>> from layerwise.config.schema import ModelConfig, resolve_model
+    >>> from layerwise.config.schema import ModelConfig
+    >>> from layerwise.config.resolve import resolve_model
     >>> shape = resolve_model(ModelConfig(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, seq_len=8))
     >>> tuple(build_gpt(shape, seed=0)(torch.zeros(1, 8, dtype=torch.int64)).shape)
     (1, 8, 256)

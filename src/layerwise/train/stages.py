@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from layerwise.comm.joining import Grid
 from layerwise.comm.pipeline import Pipeline, Wires
 from layerwise.comm.scopes import scope
-from layerwise.config.schema import TrainConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import TrainConfig
 from layerwise.train.data import Batch
 from layerwise.train.model import GPT, Stage, build_gpt, next_byte_loss
 

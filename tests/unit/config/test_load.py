@@ -7,15 +7,8 @@ import pytest
 
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import FIELD_TYPES, Loaded, dump_json, dump_toml, load, split_overrides
-from layerwise.config.schema import (
-    SECTIONS,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-    matrix_rule,
-    other_rule,
-    resolve_model,
-)
+from layerwise.config.resolve import matrix_rule, other_rule, resolve_model
+from layerwise.config.schema import SECTIONS, ModelConfig, OptimConfig, TrainConfig
 from layerwise.config.validate import validate
 from layerwise.errors import ConfigError
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import layerwise
-from layerwise.config.schema import ModelConfig, OptimConfig, TrainConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import ModelConfig, OptimConfig, TrainConfig
 from layerwise.config.validate import validate
 from layerwise.errors import StateError
 from layerwise.train.model import build_gpt, rotary_angles

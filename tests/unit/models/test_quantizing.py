@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
-from layerwise.config.schema import ModelConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import ModelConfig
 from layerwise.kernels.stored import recipe_of, stored_of
 from layerwise.layout.quantizing import quantized_table
 from layerwise.models.table import param_table

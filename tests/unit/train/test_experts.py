@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from layerwise.comm.dispatch import ExpertRanks
-from layerwise.config.schema import ModelConfig, ModelShape, resolve_model
+from layerwise.config.resolve import ModelShape, resolve_model
+from layerwise.config.schema import ModelConfig
 from layerwise.models.table import param_table
 from layerwise.routing.rules import route_params
 from layerwise.train.experts import MoE

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from layerwise.config.schema import ModelConfig, ModelShape, resolve_model
+from layerwise.config.resolve import ModelShape, resolve_model
+from layerwise.config.schema import ModelConfig
 from layerwise.train.model import GPT, MLP, Attention, build_gpt, next_byte_loss, rotary_angles, rotate
 
 

@@ -8,7 +8,8 @@ import torch
 from layerwise.comm.joining import Ranks, arrange
 from layerwise.config.load import load, split_overrides
 from layerwise.config.parallelism import world_problems
-from layerwise.config.schema import ParallelConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import ParallelConfig
 from layerwise.config.validate import validate
 
 EXPERTS = ("--model.n-experts", "8")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from layerwise.comm.joining import Ranks
+from layerwise.config.resolve import matrix_rule, other_rule
 from layerwise.config.schema import (
     DataConfig,
     LoopConfig,
@@ -18,8 +19,6 @@ from layerwise.config.schema import (
     ParallelConfig,
     ScheduleConfig,
     TrainConfig,
-    matrix_rule,
-    other_rule,
 )
 from layerwise.train.loop import Run, prepare
 from layerwise.units import MIB

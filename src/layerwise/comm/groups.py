@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layerwise.comm.facts import gather_facts
 from layerwise.comm.lifetimes import Made, collect_dropped, counted_alike, destroy_retired
 from layerwise.errors import PlanMismatchError, StateError
-from layerwise.layout.plan import first_difference
+from layerwise.layout.difference import first_difference
 from layerwise.routing.spec import DENSE, DOMAINS, EXPERT
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
 from layerwise.layout.boxes import shards_of_params
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts, spread
+from layerwise.layout.combinations import refuse_combinations
 from layerwise.layout.meshes import Placed
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
 from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
@@ -358,7 +359,7 @@ def compare_plans(
             works=made.works,
             own=made.own,
         )
-        _refuse_combinations(plan)
+        refuse_combinations(plan.options, plan.buffers, world_by_domain, plan.stages_by_tie)
         plans[layout] = plan
     return plans
 
@@ -376,71 +377,3 @@ def _worlds(table: ParamTable, world: int, worlds: Mapping[str, int]) -> dict[st
                 "so that every rank holds an equal part of it."
             )
     return found
-
-
-def _refuse_combinations(plan: Plan) -> None:
-    """What cannot be combined is refused here, on the resolved plan, whoever asked for it and however."""
-    options = plan.options
-    for buffer in plan.buffers:
-        key, world = buffer.key, plan.world_by_domain[buffer.key.domain]
-        if world == 1:
-            continue
-        if not buffer.has_grads:
-            continue
-        if options.reducer != "collective" and not buffer.buckets[0].shards.is_split:
-            raise ValueError(
-                f"reducer={options.reducer!r} with layout 'replicated' (buffer {key.label}): an ordered sum arrives at the one "
-                "rank that owns a shard, and here every rank needs it. Use layout='flat', or reducer='collective'."
-            )
-        if options.shard_grads and buffer.buckets[0].reducer == "all_reduce":
-            raise ValueError(
-                f"shard_grads=True with layout {key.layout!r} (buffer {key.label}): its gradients are all-reduced, so every "
-                "rank keeps all of them. Use layout='flat' or 'padded', or reducer='ordered' with 'compact'."
-            )
-    if options.gradients == "params":
-        for name, value, expected in (
-            ("grad_dtype", options.grad_dtype, DType.FP32),
-            ("reducer", options.reducer, "collective"),
-            ("shard_grads", options.shard_grads, False),
-            ("staging", options.staging, "slots"),
-            ("ties", tuple(plan.stages_by_tie), ()),
-        ):
-            if value != expected:
-                raise ValueError(
-                    f"{name}={value} with gradients='params': gradients are not ours to keep or to reduce then, expected {expected}."
-                )
-    if options.staging == "gradients" and options.shard_grads:
-        raise ValueError(
-            "staging='gradients' with shard_grads=True: full gradients are released once they are reduced, so there are none "
-            "to lease. Use staging='slots'."
-        )
-    if options.reducer == "ordered_bf16" and options.grad_dtype is not DType.FP32:
-        raise ValueError(
-            f"reducer='ordered_bf16' with grad_dtype {options.grad_dtype}: it rounds fp32 gradients to bf16 for the wire. Use "
-            "reducer='ordered', which sends gradients as they are, or grad_dtype fp32."
-        )
-
-
-def first_difference(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
-    """Where two plans differ first, in words: the bucket (or param) and the field."""
-    return _difference(mine, theirs, "plan") or "the plans are equal"
-
-
-def _difference(mine: object, theirs: object, where: str) -> str | None:
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        label = mine.get("label")
-        here = label if isinstance(label, str) else where
-        for key in [*mine, *(key for key in theirs if key not in mine)]:
-            if key not in mine or key not in theirs:
-                return f"{here}: {key!r} is only on one of them"
-            found = _difference(mine[key], theirs[key], f"{here}, {key}")
-            if found:
-                return found
-        return None
-    if isinstance(mine, list) and isinstance(theirs, list):
-        for position, (left, right) in enumerate(zip(mine, theirs, strict=False)):
-            found = _difference(left, right, f"{where}[{position}]")
-            if found:
-                return found
-        return None if len(mine) == len(theirs) else f"{where}: {len(mine)} entries against {len(theirs)}"
-    return None if mine == theirs else f"{where}: {mine!r} against {theirs!r}"

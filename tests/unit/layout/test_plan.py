@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import layerwise
 from layerwise.dtypes import DType
+from layerwise.layout.difference import first_difference
 from layerwise.layout.options import Options, resolve_layout
-from layerwise.layout.plan import Plan, compare_plans, first_difference, make_plan
+from layerwise.layout.plan import Plan, compare_plans, make_plan
 from layerwise.layout.storage import plan_storage
 from layerwise.layout.work import plan_work
 from layerwise.routing.rules import RouteRule

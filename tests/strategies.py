@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from layerwise.config.layouts import LAYOUTS, WorkPolicy
 from layerwise.dtypes import DType
 from layerwise.layout.boxes import Boxes, BoxShards
+from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.shards import Held, Ranks, ShardPlan
 from layerwise.layout.spans import Span
-from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, plan_storage
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, plan_storage
 from layerwise.layout.work import WorkPlan, plan_work
 from layerwise.routing.geometry import Box, collapse
 from layerwise.routing.matrices import Matrix

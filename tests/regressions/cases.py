@@ -17,8 +17,8 @@ from unittest import mock
 import layerwise
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.facts import gather_facts
+from layerwise.layout.buckets import BucketPlan, BufferKey
 from layerwise.layout.plan import Plan
-from layerwise.layout.storage import BucketPlan, BufferKey
 from tests import arrangements, worlds
 from tests.arrangements import Arrangement, train_arranged
 from tests.worlds import train_and_compare

@@ -14,7 +14,7 @@ import layerwise
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer
 from layerwise.kernels.stored import Stored
-from layerwise.layout.storage import BucketPlan
+from layerwise.layout.buckets import BucketPlan
 from layerwise.memory.staged import KeptCodes, StagedReplica
 from layerwise.models import quantizing
 from tests import quantizing as scene

@@ -18,8 +18,8 @@ from layerwise.dtypes import DType
 from layerwise.engine import reducer, reductions
 from layerwise.layout import plan as plan_module
 from layerwise.layout import storage
+from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.reduce_groups import ReduceGroup
-from layerwise.layout.storage import BucketPlan
 from layerwise.memory.replicas import Replica
 from layerwise.parallel import data_parallel
 from layerwise.parallel.data_parallel import DataParallel

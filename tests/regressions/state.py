@@ -21,7 +21,7 @@ from layerwise.dtypes import DType
 from layerwise.engine.stats import StatsPass
 from layerwise.engine.update import Update
 from layerwise.layout import storage
-from layerwise.layout.storage import BufferGroup
+from layerwise.layout.buckets import BufferGroup
 from tests import arrangements, worlds
 from tests.arrangements import Arrangement
 from tests.mesh_zoo import Scene, Stage

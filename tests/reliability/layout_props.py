@@ -28,12 +28,13 @@ from random import Random
 from typing import Any, NamedTuple
 
 import layerwise
+from layerwise.layout.buckets import BucketPlan, Placement
 from layerwise.layout.exchange import Exchange, exchange_for
 from layerwise.layout.intervals import Uneven
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.spans import Span
-from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, Placement
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import row_blocks
 from tests.strategies import divisors, named, random_param, random_sizes

@@ -22,12 +22,12 @@ from layerwise.config.rules import RULES_BY_KIND
 from layerwise.config.schema import TrainConfig
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem, did_you_mean
+from layerwise.layout.buckets import BufferKey
 from layerwise.layout.choice import Choice
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.placing import MeshSizes, is_stack
 from layerwise.layout.quantizing import is_product, quantized_table
 from layerwise.layout.schedule import Phase
-from layerwise.layout.storage import BufferKey
 from layerwise.planner.codes import Codes, codes_of
 from layerwise.planner.hf_config import UnknownFamilyError, hf_table
 from layerwise.planner.presets import PRESETS, preset

@@ -27,8 +27,8 @@ from layerwise.comm.scopes import scope
 from layerwise.engine.compiled import CompiledReads
 from layerwise.engine.gather_order import GatherOrder
 from layerwise.errors import StateError, warn
+from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.schedule import CommOp, publish_op
-from layerwise.layout.storage import BucketPlan
 from layerwise.memory.replicas import Replica
 from layerwise.memory.stale import StaleGuard
 from layerwise.memory.storage import Storage

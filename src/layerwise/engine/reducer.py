@@ -22,8 +22,8 @@ from layerwise.engine.gradients import Said
 from layerwise.engine.progress import BucketPhase, Flight, Progress
 from layerwise.engine.reductions import predivisor, reduction_of
 from layerwise.errors import StateError, listed
+from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.schedule import tie_op
-from layerwise.layout.storage import BucketPlan
 from layerwise.memory.replicas import Replica
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage

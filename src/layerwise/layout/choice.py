@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
+from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferPlan
 from layerwise.layout.cost import Hardware
 from layerwise.layout.schedule import CommOp, build_schedule, wire_nbytes
 from layerwise.layout.shards import OwnShards
-from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan
 from layerwise.layout.work import WorkPlan, loads_of
 from layerwise.units import format_nbytes
 

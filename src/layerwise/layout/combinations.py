@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from layerwise.dtypes import DType
+from layerwise.layout.buckets import BufferPlan
 from layerwise.layout.options import Options
-from layerwise.layout.storage import BufferPlan
 
 
 def refuse_combinations(

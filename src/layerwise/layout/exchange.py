@@ -13,10 +13,10 @@ from operator import add
 from typing import NamedTuple
 
 from layerwise.layout.boxes import BoxShards
+from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.intervals import Equal, held_equally
 from layerwise.layout.shards import Held, Ranks, ShardPlan, held_by, nearest, param_whole_on, pieces_of
 from layerwise.layout.spans import Region, numel_in, regions_of
-from layerwise.layout.storage import BucketPlan
 from layerwise.layout.work import WorkItem, WorkPlan
 from layerwise.routing.matrices import Matrix
 

@@ -12,6 +12,7 @@ from operator import add
 from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
 from layerwise.layout.boxes import shards_of_params
+from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferPlan
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts, spread
 from layerwise.layout.combinations import refuse_combinations
 from layerwise.layout.meshes import Placed
@@ -20,7 +21,7 @@ from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
 from layerwise.layout.shards import OwnShards, ShardPlan
 from layerwise.layout.slots import IdleRun, idle_runs
-from layerwise.layout.storage import BucketPlan, BufferGroup, BufferPlan, plan_storage
+from layerwise.layout.storage import plan_storage
 from layerwise.layout.work import WorkPlan, imbalance_of, plan_work
 from layerwise.routing.evidence import route_by
 from layerwise.routing.rules import Route

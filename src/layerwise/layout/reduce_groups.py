@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from layerwise.layout.storage import BucketPlan, BufferPlan, ReduceKind
+from layerwise.layout.buckets import BucketPlan, BufferPlan, ReduceKind
 
 
 @dataclass(frozen=True, slots=True)

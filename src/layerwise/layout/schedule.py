@@ -15,9 +15,9 @@ from operator import sub
 from typing import Literal
 
 from layerwise.dtypes import DType
+from layerwise.layout.buckets import BucketPlan, BufferPlan
 from layerwise.layout.exchange import moved_numel
 from layerwise.layout.shards import ShardPlan
-from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.layout.work import WorkPlan
 
 Phase = Literal["reduce", "tie", "stats", "exchange", "return", "logits", "publish"]

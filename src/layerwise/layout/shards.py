@@ -1,6 +1,6 @@
 """The storage plan's two answers: which spans has rank r, and who holds (copies of) what.
 
-Work, exchange, statistics and memory know shards by this alone. Buckets of flat buffers answer it (`layout/storage.py`),
+Work, exchange, statistics and memory know shards by this alone. Buckets of flat buffers answer it (`layout/buckets.py`),
 and so does what somebody else has cut into boxes (`layout/boxes.py`).
 """
 

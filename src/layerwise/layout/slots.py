@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from layerwise.layout.storage import BufferPlan
+from layerwise.layout.buckets import BufferPlan
 from layerwise.routing.geometry import ceil_to
 
 Staging = Literal["slots", "gradients"]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import StateError
-from layerwise.layout.storage import GRAD_SLOTS, BucketPlan
+from layerwise.layout.buckets import BucketPlan
+from layerwise.layout.storage import GRAD_SLOTS
 from layerwise.memory.shards import Shard
 from layerwise.memory.streams import Written
 

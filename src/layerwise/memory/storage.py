@@ -11,11 +11,11 @@ from torch.autograd.graph import increment_version
 
 from layerwise.errors import StateError, listed
 from layerwise.kernels.stored import stored_of
+from layerwise.layout.buckets import BucketPlan, BufferPlan
 from layerwise.layout.plan import Plan
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, place_slots, usable
 from layerwise.layout.spans import Span
-from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.memory.places import Places
 from layerwise.memory.replicas import GradRing, Replica
 from layerwise.memory.shards import Shard

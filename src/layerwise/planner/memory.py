@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from layerwise.config.rules import Muon
 from layerwise.dtypes import DType
+from layerwise.layout.buckets import BucketPlan, BufferPlan
 from layerwise.layout.choice import spread
 from layerwise.layout.cost import newton_schulz_workspace
 from layerwise.layout.exchange import received_numel
@@ -21,7 +22,7 @@ from layerwise.layout.plan import Plan
 from layerwise.layout.quantizing import kept_nbytes
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
 from layerwise.layout.slots import passage_nbytes, place_slots, usable
-from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS, BucketPlan, BufferPlan
+from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS
 from layerwise.layout.work import WorkPlan
 from layerwise.planner.rules import Rules, wire_dtypes_for
 from layerwise.planner.timing import numbers_of

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerwise.dtypes import DType
+from layerwise.layout.buckets import BufferGroup, BufferPlan
 from layerwise.layout.choice import CANDIDATES, Draft, Score, pick, score
 from layerwise.layout.cost import Hardware, newton_schulz_flops, resolve_method
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, compare_plans, make_plan
-from layerwise.layout.storage import BufferGroup, BufferPlan
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
 from tests.strategies import LIGHT, MANY, divisors, tables, worlds
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.layout.buckets import BucketPlan, BufferPlan
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.reduce_groups import reduce_groups
-from layerwise.layout.storage import BucketPlan, BufferPlan
 from layerwise.routing.spec import ParamTable, table_of
 from tests.strategies import LIGHT, plans
 

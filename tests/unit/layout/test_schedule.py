@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
+from layerwise.layout.buckets import BucketPlan, BufferPlan
 from layerwise.layout.exchange import exchange_for
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.schedule import staggered, wire_nbytes
-from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, BucketPlan, BufferPlan, ParamSync, Reducer
+from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, ParamSync, Reducer
 from layerwise.layout.work import WorkPlan
 from layerwise.routing.spec import ParamTable, table_of
 from tests.strategies import LIGHT, plans, tables

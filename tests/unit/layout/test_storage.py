@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from layerwise.config.layouts import LAYOUTS
 from layerwise.dtypes import DType
+from layerwise.layout.buckets import BucketPlan, BufferPlan
 from layerwise.layout.intervals import Copied, Equal
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
-from layerwise.layout.storage import BucketPlan, BufferPlan, default_bucket_numel
+from layerwise.layout.storage import default_bucket_numel
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
 from tests.strategies import LIGHT, PADDED, SHARDED, plans, tables, worlds
 

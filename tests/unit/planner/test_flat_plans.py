@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 
-from layerwise.layout.storage import BufferPlan, default_bucket_numel, plan_storage
+from layerwise.layout.buckets import BufferPlan
+from layerwise.layout.storage import default_bucket_numel, plan_storage
 from layerwise.planner.presets import preset
 from layerwise.routing.rules import route_params
 from layerwise.routing.spec import ParamTable

@@ -19,14 +19,13 @@ Megatron-LM today and before mid-2026, for comparison, and keep what those balan
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
 from layerwise.config.layouts import Packing
-from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
+from layerwise.layout.alignment import PARAM_ALIGNMENT, shard_divisor
 from layerwise.layout.bins import Fitter, first_fit
 from layerwise.layout.cuts import Cuttable, Portion, best_cuts
 from layerwise.routing.geometry import ceil_to
@@ -69,15 +68,6 @@ class PackedBucket:
 
     shard_numel: int
     places: tuple[Place, ...]
-
-
-def shard_divisor(num_shards: int) -> int:
-    """What a shard's length is a multiple of, so that shards start on 64 elements and buckets end on lcm(shards, 128).
-
-    >>> [shard_divisor(num_shards) for num_shards in (1, 2, 3, 8, 96)]
-    [128, 64, 128, 64, 64]
-    """
-    return math.lcm(PARAM_ALIGNMENT, math.lcm(num_shards, BUCKET_ALIGNMENT) // num_shards)
 
 
 def pack(

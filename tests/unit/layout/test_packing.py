@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.layout.packing import PackedBucket, Packing, PackItem, megatron_cost, pack, shard_divisor
+from layerwise.layout.alignment import shard_divisor
+from layerwise.layout.packing import PackedBucket, Packing, PackItem, megatron_cost, pack
 from tests.reference import packing as oracle
 from tests.strategies import LIGHT, MANY
 

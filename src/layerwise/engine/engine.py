@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
 from layerwise.comm.groups import Domain, Groups, ProcessGroup, check_reach, derive_together, device_of, tie_groups
+from layerwise.comm.machines import on_one_machine
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.comm.sharded import is_sharded, local_of, reshard
 from layerwise.engine.gradients import CopiedGradients, Gradients, OwnGradients
@@ -177,6 +178,7 @@ class Engine:
         self.count = StepCount()
         checked = settings.check_collectives
         self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step, groups.made)
+        self._on_one_machine = on_one_machine(groups)
         self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
         ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
         self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
@@ -193,10 +195,7 @@ class Engine:
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
         self.publisher = Publisher(
             self.storage,
-            {
-                name: Communicator(own.group, own.contract, self.traffic.gathered, groups.made)
-                for name, own in self.communicators.items()
-            },
+            {name: own.counting_in(self.traffic.gathered) for name, own in self.communicators.items()},
             overlap=settings.overlap_param_gather,
             prefetch=settings.prefetch,
             aligned=settings.align_param_gather,
@@ -306,7 +305,8 @@ class Engine:
         return Contract(control) if self.settings.check_collectives and control is not None else None
 
     def _communicator(self, domain: Domain) -> Communicator:
-        return Communicator(domain.group, self._contract(domain.control), self.traffic.in_step, self.groups.made)
+        contract, made = self._contract(domain.control), self.groups.made
+        return Communicator(domain.group, contract, self.traffic.in_step, made, on_one_machine=self._on_one_machine)
 
     def _constants(self) -> dict[str, Tensor]:
         """What the model reads beside its trainable params: frozen ones and buffers."""

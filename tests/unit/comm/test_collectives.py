@@ -150,7 +150,7 @@ def test_three_ranks_get_what_each_collective_promises_and_count_what_the_schedu
 
 def gathered_in_place(rank: int, world: int, numel: int) -> tuple[bool, int]:
     """A gather of which this rank's part lies where it is to be; whether all is there, and the most memory that it took."""
-    comm, full = Communicator(dist.group.WORLD), torch.full((numel * world,), -1.0)
+    comm, full = Communicator(dist.group.WORLD, on_one_machine=True), torch.full((numel * world,), -1.0)
     mine = full[rank * numel : (rank + 1) * numel].fill_(rank)
     comm.all_gather(op("all_gather", numel=numel * world, world=world), mine, full).wait()  # buffers of the transport
     full.fill_(-1.0)
@@ -168,7 +168,7 @@ def _most_resident() -> int:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, which counts memory")
-def test_a_gather_on_the_host_goes_from_where_it_lies_to_where_it_belongs() -> None:
+def test_a_gather_on_one_machine_goes_from_where_it_lies_to_where_it_belongs() -> None:
     numel = 4 << 20
     for is_right, more in run_ranks(2, gathered_in_place, numel):
         assert is_right

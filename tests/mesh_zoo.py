@@ -37,6 +37,8 @@ class Scene:
     clip: float | None = None
     """A bound that bites: gradients of any model here are longer than 1."""
     dtype: torch.dtype = torch.float32
+    tp_mode: str = "auto"
+    """Whether matrices are orthogonalised whole, or in the blocks that tensor parallelism has cut."""
     sabotage: str = ""
     """What is wrong on purpose, so that a comparison must see it."""
 
@@ -45,6 +47,37 @@ class Scene:
         return Hyper(
             matrix=self.rule, weight_decay=0.1, other_weight_decay=0.01, clip=self.clip, lr=0.02, other_lr=0.003
         )
+
+    def options(self) -> dict[str, Any]:
+        """The library's rules."""
+        found = rules(self.hyper)
+        return {**found, "matrix": replace(found["matrix"], tp_mode=self.tp_mode)}
+
+    def matrices(self, model: Model) -> dict[str, Blocks]:
+        """What is orthogonalised by itself, by hand."""
+        if self.tp_mode == "auto":
+            return model.matrices()
+        return {fqn: [block for block, _ in blocks] for fqn, blocks in self._tensor_blocks(model).items()}
+
+    def scaled_as(self, model: Model) -> dict[str, list[Shape]]:
+        """The shapes of the whole matrices that those are parts of."""
+        if self.tp_mode == "auto":
+            return {}
+        shapes = {fqn: tuple(param.shape) for fqn, param in model.named_parameters()}
+        return {
+            fqn: [_logical(shapes[fqn], model.matrices()[fqn])[number] for _, number in blocks]
+            for fqn, blocks in self._tensor_blocks(model).items()
+        }
+
+    def _tensor_blocks(self, model: Model) -> dict[str, list[tuple[Tensor, int]]]:
+        found = {}
+        for fqn, blocks in model.matrices().items():
+            shape = tuple(model.get_parameter(fqn).shape)
+            places = torch.arange(math.prod(shape)).view(shape)
+            every = list(places) if blocks is None else blocks
+            whole = [block if isinstance(block, Tensor) else places[slice(*block)].flatten(1) for block in every]
+            found[fqn] = MESHES[self.mesh].tensor_blocks(model, fqn, shape, whole)
+        return found
 
     def build(self) -> Model:
         """The whole model, the same on every rank."""
@@ -101,6 +134,7 @@ def play(rank: int, world: int, scenes: Sequence[Scene]) -> list[Seen]:
 
 def _play(rank: int, scene: Scene) -> Seen:
     seen, mesh, model = Seen(), MESHES[scene.mesh], scene.build()
+    matrices, scaled_as = scene.matrices(model), scene.scaled_as(model)
     whole = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
     given = mesh.cut(model)
     params = dict(model.named_parameters())
@@ -111,9 +145,11 @@ def _play(rank: int, scene: Scene) -> Seen:
         if not same(local(param.detach()), whole[fqn][boxes[fqn]]):
             raise AssertionError(f"{fqn} is {placement(param)}, and not {boxes[fqn]}: the scene itself is wrong")
     placed = {fqn: placement(param) for fqn, param in params.items()}
-    oracle = Oracle(whole, _oracles_matrices(scene, model.matrices()), scene.hyper)
+    oracle = Oracle(
+        whole, _oracles_matrices(scene, matrices), scene.hyper, scaled_as={} if scene.sabotage == "scale" else scaled_as
+    )
     with _sabotaged(scene):
-        optimizer = layerwise.Optimizer(given, **rules(scene.hyper), count_zeros=True)
+        optimizer = layerwise.Optimizer(given, **scene.options(), count_zeros=True)
     first_expert = partial(mesh.first_expert, model, rank)
     with watched(seen):
         for step in range(STEPS):
@@ -255,9 +291,8 @@ def problems(scene: Scene, by_rank: Sequence[Seen]) -> list[str]:
     found = [text for seen in by_rank for text in seen.found]
     mesh, model = MESHES[scene.mesh], scene.build()
     shapes = {fqn: tuple(param.shape) for fqn, param in model.named_parameters()}
-    by_hand = Counter(
-        (fqn, shape) for fqn, blocks in model.matrices().items() for shape in _logical(shapes[fqn], blocks)
-    )
+    matrices = scene.matrices(model)
+    by_hand = Counter((fqn, shape) for fqn, blocks in matrices.items() for shape in _logical(shapes[fqn], blocks))
     planned = sum((seen.mine for seen in by_rank), Counter[tuple[str, Shape]]())
     repeated = {fqn for seen in by_rank for fqn, _ in seen.repeated}
     for matrix in sorted(by_hand | planned):
@@ -265,7 +300,7 @@ def problems(scene: Scene, by_rank: Sequence[Seen]) -> list[str]:
             found.append(f"{planned[matrix]} homes for {by_hand[matrix]} matrices of {matrix}")
     for rank, seen in enumerate(by_rank):
         for fqn, number in sorted(seen.repeated):
-            if not _holds(mesh, model, fqn, shapes[fqn], number, rank):
+            if not _holds(mesh, model, fqn, shapes[fqn], matrices[fqn], number, rank):
                 found.append(f"rank {rank} repeats matrix {number} of {fqn}, which it does not hold")
     expected = Counter[Shape]()
     for (_, shape), count in planned.items():
@@ -290,10 +325,9 @@ def _logical(shape: tuple[int, ...], blocks: Blocks) -> list[Shape]:
     ]
 
 
-def _holds(mesh: Mesh, model: Model, fqn: str, shape: tuple[int, ...], number: int, rank: int) -> bool:
+def _holds(mesh: Mesh, model: Model, fqn: str, shape: tuple[int, ...], blocks: Blocks, number: int, rank: int) -> bool:
     """Whether a rank has all of a matrix: then it may orthogonalise it though others do too, and nothing has to move."""
     places = torch.arange(math.prod(shape)).view(shape)
-    blocks = model.matrices()[fqn]
     block = places[number] if blocks is None else blocks[number]
     wanted = block if isinstance(block, Tensor) else places[slice(*block)]
     return bool(torch.isin(wanted, places[mesh.box(model, fqn, shape, rank)]).all())
@@ -304,7 +338,7 @@ def _oracles_matrices(scene: Scene, matrices: dict[str, Blocks]) -> dict[str, Bl
     if scene.sabotage == "unsplit":
         fqn = "blocks.0.qkv.weight"
         return {**matrices, fqn: [(0, scene.build().get_parameter(fqn).shape[0])]}
-    return matrices
+    return scene.build().matrices() if scene.sabotage == "whole" else matrices
 
 
 @contextmanager
@@ -346,12 +380,14 @@ class Stage:
 
     def __init__(self, rank: int, scene: Scene, **options: Any) -> None:
         self.rank, self.mesh, self.model, self.dtype = rank, MESHES[scene.mesh], scene.build(), scene.dtype
+        scene = replace(scene, clip=None)
+        matrices, scaled_as = scene.matrices(self.model), scene.scaled_as(self.model)
         self.whole = {fqn: param.detach().clone() for fqn, param in self.model.named_parameters()}
         given = self.mesh.cut(self.model)
         self.params = dict(self.model.named_parameters())
-        self.hyper = replace(scene.hyper, clip=None)
-        self.oracle = Oracle(self.whole, self.model.matrices(), self.hyper)
-        self.optimizer = layerwise.Optimizer(given, **rules(self.hyper), **options)
+        self.hyper = scene.hyper
+        self.oracle = Oracle(self.whole, matrices, self.hyper, scaled_as=scaled_as)
+        self.optimizer = layerwise.Optimizer(given, **scene.options(), **options)
 
     def box(self, fqn: str) -> tuple[slice, ...]:
         return self.mesh.box(self.model, fqn, self.whole[fqn].shape, self.rank)

@@ -395,6 +395,25 @@ class Mesh:
             starts[dim], stops[dim] = start, min(start + length, stops[dim])
         return tuple(map(slice, starts, stops))
 
+    def tensor_blocks(
+        self, model: Model, fqn: str, shape: Sequence[int], matrices: Sequence[Tensor]
+    ) -> list[tuple[Tensor, int]]:
+        """The matrices of a param cut where tensor parallelism has cut it, block by block in the order of its ranks, and which of
+        them each is of. A matrix says where its elements lie in the flattened param, and so does a block."""
+        elements = torch.arange(math.prod(shape)).view(tuple(shape))
+        held = [self.box(model, fqn, shape, rank, ("tp",)) for rank in range(self.world)]
+        blocks = [elements[box] for _, box in sorted({tuple(part.start for part in box): box for box in held}.items())]
+        found = []
+        for number, matrix in enumerate(matrices):
+            for block in blocks:
+                inside = torch.isin(matrix.contiguous(), block.contiguous())
+                rows, cols = inside.any(dim=1), inside.any(dim=0)
+                if inside.any():
+                    if not torch.equal(inside, rows[:, None] & cols):
+                        raise AssertionError(f"a block of {fqn} is no matrix: the scene itself is wrong")
+                    found.append((matrix[rows][:, cols], number))
+        return found
+
     def data_place(self, model: Model, fqn: str, rank: int) -> tuple[int, int]:
         """The number of a rank among those whose gradients of a param torch averages, and how many they are: 0 and 1 where
         it averages none."""

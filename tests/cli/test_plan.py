@@ -190,6 +190,22 @@ def test_a_mesh_has_one_column_and_its_sizes_are_the_world(capsys: Captured) -> 
     assert "beside that fully_shard() itself sends" in out
 
 
+def test_blocks_of_tensor_parallelism_do_not_move(capsys: Captured) -> None:
+    whole = as_json(capsys, "--model", "llama3-8b", "--tp", "8")
+    blocks = as_json(capsys, "--model", "llama3-8b", "--tp", "8", "--tp-mode", "blockwise")
+    assert (whole["settings"]["tp_mode"], blocks["settings"]["tp_mode"]) == ("auto", "blockwise")
+    # 32 layers of query, key and value, output, gate and up, and down, each on all of the eight ranks. Fused weights are cut where
+    # their parts end as well.
+    assert whole["matrices"] == 32 * 7
+    assert blocks["matrices"] > 32 * 7 * 4
+    assert "all_to_all" in column(whole, "as params are")["sent"]["bytes"]
+    assert not column(blocks, "as params are")["sent"]["bytes"].get("all_to_all")
+    assert main(["plan", "--model", "gpt2", "--tp", "2", "--tp-mode", "blockwise"]) == 0
+    assert "cut by torch: tp 2, matrices in blocks of tp" in capsys.readouterr().out
+    assert main(["plan", "--model", "gpt2", "--fsdp", "2", "--tp-mode", "blockwise"]) == 2
+    assert "--tp-mode: blockwise is for matrices that tensor parallelism has cut" in capsys.readouterr().err
+
+
 def test_the_way_there_is_shared_by_replicas_and_the_way_back_is_not(capsys: Captured) -> None:
     """R x S ranks: P / (R S) of each way there, P / S back, but for what stays at home."""
     found = as_json(capsys, "--model", "llama3-8b", "--replicate", "4", "--fsdp", "8")

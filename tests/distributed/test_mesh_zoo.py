@@ -7,11 +7,14 @@ matrix becomes does not depend on who else is in its batch: nothing here needs a
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
+import layerwise
 from tests.marks import sampled
 from tests.mesh_zoo import Scene, play, problems, with_rule
 from tests.meshes import MESHES, MODELS, fits
@@ -87,10 +90,76 @@ def test_bf16_params_have_fp32_masters_that_step_like_the_whole_ones(mesh: str) 
     assert found_in(scenes) == right(scenes)
 
 
+BLOCKWISE: dict[str, list[tuple[str, str]]] = {
+    "tp 2": [("dense", "muon"), ("fusions", "adamuon")],
+    "tp 3": [("odd", "normuon"), ("grouped", "muon"), ("fusions", "normuon")],
+    "fsdp+tp 2x2": [("grouped", "adamuon"), ("tied", "normuon")],
+    "fsdp+tp 3x2": [("odd", "muon")],
+}
+"""Rows and columns, even and not, fused weights and stacks, and blocks that fully_shard() cuts again."""
+
+
+def blockwise(mesh: str, pairs: list[tuple[str, str]]) -> list[Scene]:
+    return [replace(with_rule(Scene(mesh, model), rule), tp_mode="blockwise") for model, rule in pairs]
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("mesh", BLOCKWISE)
+def test_blocks_of_tensor_parallelism_step_like_the_same_blocks_in_one_process(mesh: str) -> None:
+    scenes = blockwise(mesh, BLOCKWISE[mesh])
+    assert found_in(scenes) == right(scenes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "tp" in mesh])
+def test_blocks_of_every_other_model(mesh: str) -> None:
+    every = [(model, rule) for model in ZOO for rule in RULES]
+    scenes = blockwise(mesh, [pair for pair in every if pair not in BLOCKWISE.get(mesh, [])])
+    assert found_in(scenes) == right(scenes)
+
+
+def test_blocks_that_are_whole_on_a_rank_stay_there() -> None:
+    scenes = blockwise("tp 3", [("odd", "muon"), ("grouped", "normuon")])
+    for seen in run_ranks(3, play, scenes):
+        assert [scene.wire_nbytes for scene in seen] == [0, 0]
+        assert all(scene.orthogonalised for scene in seen)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model"), sampled([("fsdp 2", "dense"), ("ep 2", "mixture"), ("ddp 2", "dense")], ("fsdp 2", "dense"))
+)
+def test_blockwise_changes_nothing_where_nothing_is_cut_by_tensor_parallelism_and_says_so(
+    mesh: str, model: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    scenes = blockwise(mesh, [(model, "muon")])
+    assert found_in(scenes) == right(scenes)
+    texts = [text for seen in run_ranks(MESHES[mesh].world, warned, scenes[0]) for text in seen]
+    assert texts == [
+        "tp_mode='blockwise' of param group 'matrix' changes nothing: tensor parallelism has cut none of its matrices, and each is "
+        "orthogonalised whole."
+    ]
+
+
+def warned(rank: int, world: int, scene: Scene) -> list[str]:
+    """What is said when the optimizer of a scene is made."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layerwise.Optimizer(MESHES[scene.mesh].cut(scene.build()), **scene.options())
+    return [str(warning.message) for warning in caught if "tp_mode" in str(warning.message)]
+
+
 CONTROLS: dict[str, tuple[Scene, str]] = {
     "a gradient that is one ulp off on one rank": (Scene("fsdp 3", "dense", sabotage="gradient"), "of embed.weight"),
     "an oracle that does not split": (Scene("fsdp 2", "grouped", sabotage="unsplit"), "weight of blocks.0.qkv.weight"),
     "boxes in the wrong place": (Scene("fsdp+tp 2x2", "fours", sabotage="order"), "weight of blocks.0.qkv.weight"),
+    "an oracle that knows no blocks": (
+        Scene("tp 2", "dense", tp_mode="blockwise", sabotage="whole"),
+        "weight of blocks.0.query.weight",
+    ),
+    "blocks that are scaled as such": (
+        Scene("tp 2", "dense", tp_mode="blockwise", sabotage="scale"),
+        "weight of blocks.0.up.weight",
+    ),
     "a replica that drifts": (Scene("hsdp 2x2", "few", sabotage="replica"), "copies of ('only.weight'"),
     "a matrix that is orthogonalised twice": (Scene("fsdp 2", "dense", sabotage="twice"), "orthogonalised {"),
 }

@@ -15,6 +15,7 @@ from layerwise.cli.meta import shapes_only
 from layerwise.comm.joining import Ranks
 from layerwise.comm.sharded import local_of
 from layerwise.config.resolve import matrix_rule, other_rule, resolve_model
+from layerwise.config.rules import tp_mode_of
 from layerwise.config.schema import TrainConfig
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
@@ -38,10 +39,12 @@ MESHES: dict[str, tuple[MeshSizes, dict[str, Any]]] = {
     "fsdp 2, uneven": (MeshSizes(fsdp=2), UNEVEN),
     "replicate 2": (MeshSizes(replicate=2), {}),
     "tp 2": (MeshSizes(tp=2), UNEVEN),
+    "tp 2, blockwise": (MeshSizes(tp=2), UNEVEN),
     "ep 2": (MeshSizes(fsdp=2, ep=2), EXPERTS),
     "fsdp 4": (MeshSizes(fsdp=4), UNEVEN),
     "hsdp 2 x 2": (MeshSizes(replicate=2, fsdp=2), {}),
     "fsdp 2 x tp 2": (MeshSizes(fsdp=2, tp=2), {}),
+    "fsdp 2 x tp 2, blockwise": (MeshSizes(fsdp=2, tp=2), UNEVEN),
     "fsdp 4, ep 2": (MeshSizes(fsdp=4, ep=2), {**EXPERTS, "moe_every": 2}),
     "fsdp 2 x tp 2, ep 2, of rows": (MeshSizes(fsdp=2, tp=2, ep=2), {**EXPERTS, "n_experts": 2}),
 }
@@ -57,7 +60,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def config_of(text: str, name: str, rule: str, precision: str) -> TrainConfig:
     sizes, model = MESHES[name]
     config = small_config(text, model=model, parallel=sizes._asdict(), train={"precision": precision})
-    return replace(config, optim=replace(config.optim, rule=rule, ns_dtype="bf16"))
+    tp_mode: Any = "blockwise" if name.endswith("blockwise") else "auto"
+    return replace(config, optim=replace(config.optim, rule=rule, ns_dtype="bf16", tp_mode=tp_mode))
 
 
 def dtype_of(config: TrainConfig) -> torch.dtype:
@@ -69,7 +73,7 @@ def planned(config: TrainConfig, sizes: MeshSizes) -> tuple[Plan, Rules]:
     rules = Rules(matrix=matrix_rule(config.optim), other=other_rule(config.optim))
     module = build_gpt(resolve_model(config.model), seed=0, dtype=dtype_of(config))
     table = param_table(module)
-    options = Options(memory="params", cost=rules.cost)
+    options = Options(memory="params", cost=rules.cost, tp_mode=tp_mode_of(rules.matrix))
     return make_plan(table, options, world=sizes.world, placed=placements_for(table, sizes)), rules
 
 

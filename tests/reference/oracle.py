@@ -100,7 +100,8 @@ class Hyper:
 @dataclass
 class Oracle:
     """Whole params, whole state, one process. `matrices` maps a param to the row ranges of its matrices (2-D params), to None for
-    a stack, or, for matrices of any form, to tensors that say where each element of each matrix lies in the flattened param."""
+    a stack, or, for matrices of any form, to tensors that say where each element of each matrix lies in the flattened param.
+    `scaled_as` has the shapes that they are scaled by, where those are not their own."""
 
     params: dict[str, Tensor]
     matrices: Mapping[str, Sequence[tuple[int, int]] | Sequence[Tensor] | None]
@@ -112,6 +113,7 @@ class Oracle:
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     totals: dict[str, Tensor] = field(default_factory=dict)
     averaged: dict[str, Tensor] = field(default_factory=dict)
+    scaled_as: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.masters = {fqn: param.detach().float().clone() for fqn, param in self.params.items()}
@@ -194,7 +196,7 @@ class Oracle:
             flat = (master.shape[0], -1)
             parts = [(master.view(flat)[a:b], update.view(flat)[a:b]) for a, b in blocks]
         for index, (weight, raw) in enumerate(parts):
-            rows, cols = weight.shape
+            rows, cols = self.scaled_as[fqn][index] if fqn in self.scaled_as else weight.shape
             direction = self._direction(fqn, index, raw)
             weight.sub_(direction.float() * (h.lr * _scale(h.scale, rows, cols) * h.extra_scale))
             if places is not None:  # then it is a copy

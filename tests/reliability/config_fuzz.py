@@ -299,6 +299,7 @@ def make_small(rng: random.Random, folder: Path) -> tuple[TrainConfig, int]:
         "optim.method": ("standard", "gram", "auto"),
         "optim.scale": ("rms", "spectral", "shape", "unit_rms", "none"),
         "optim.ns_dtype": ("bf16", "fp32"),
+        "optim.tp_mode": ("auto", "blockwise"),
         "optim.clip_grad_norm": ("none", "0.5"),
         "schedule.kind": ("cosine", "wsd", "constant"),
         "model.n_experts": ("0", "0", "4"),

@@ -743,6 +743,14 @@ _bad_option(
     "ns_dtype was changed",
     "Build a new Optimizer",
 )
+_bad_option(
+    "another tp_mode after construction",
+    StateError,
+    "tp_mode",
+    "blockwise",
+    "tp_mode was changed",
+    "Build a new Optimizer",
+)
 
 
 @misuse("a param group added after construction", StateError, "params cannot be added", "Build the model whole")
@@ -1013,6 +1021,12 @@ _bad_state(
     lambda state: state["param_groups"][0].update(ns_dtype="fp32"),
     "ns_dtype",
     "'fp32'",
+)
+_bad_state(
+    "a state dict of another tp_mode",
+    lambda state: state["param_groups"][0].update(tp_mode="blockwise"),
+    "tp_mode",
+    "'blockwise'",
 )
 _bad_state(
     "a state dict with an lr that is NaN", lambda state: state["param_groups"][0].update(lr=math.nan), "lr", "nan"

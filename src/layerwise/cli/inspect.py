@@ -39,7 +39,7 @@ from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_m
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override
 from layerwise.config.resolve import matrix_rule, other_rule
-from layerwise.config.rules import Muon, Rule
+from layerwise.config.rules import Muon, Rule, tp_mode_of
 from layerwise.config.schema import TrainConfig, is_sharded
 from layerwise.errors import ConfigError, Problem, listed
 from layerwise.layout.cost import NewtonSchulz
@@ -278,7 +278,12 @@ def plan_for(
     if is_sharded(parallel):
         sizes = MeshSizes(parallel.replicate, parallel.fsdp, parallel.tp, parallel.ep)
         options = Options(
-            rules=rules, strict=config.routing.strict, evidence=evidence, memory="params", gradients="params"
+            rules=rules,
+            tp_mode=tp_mode_of(matrix_rule(config.optim)),
+            strict=config.routing.strict,
+            evidence=evidence,
+            memory="params",
+            gradients="params",
         )
         placed = placements_for(param_table(module), sizes)
         return engine.plan_for((module,), options, world=sizes.world, placed=placed)

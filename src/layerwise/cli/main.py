@@ -130,6 +130,8 @@ class PlanCommand:
     """Size of a communication bucket. None: the library's choice."""
     rule: Literal["muon", "normuon", "adamuon"] = "muon"
     """Rule of the matrices; everything else has AdamW."""
+    tp_mode: Literal["auto", "blockwise"] = "auto"
+    """Matrices that --tp has cut. auto: orthogonalised whole. blockwise: each rank's block by itself."""
     reducer: Literal["collective", "ordered", "ordered_bf16"] = "collective"
     """How gradients are summed over ranks."""
     shard_grads: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -291,6 +293,7 @@ def _plan(command: PlanCommand) -> int:
         grad_dtype=DType(command.grad_dtype),
         bucket_mib=command.bucket_mib,
         rule=command.rule,
+        tp_mode=command.tp_mode,
         reducer=command.reducer,
         shard_grads=command.shard_grads,
         staging=command.staging,

@@ -184,6 +184,7 @@ def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | 
         worlds={param.domain: request.ranks // request.local_experts for param in table if param.domain != DENSE},
         sizes=request.sizes,
         options=Options(
+            tp_mode=request.tp_mode,
             grad_dtype=request.grad_dtype,
             bucket_numel=bucket_numel_of(request.bucket_mib, request.grad_dtype),
             reducer=request.reducer,
@@ -223,6 +224,7 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
             "param_dtypes": sorted({str(param.dtype) for param in table}),
             "grad_dtype": str(setting.options.grad_dtype),
             "rule": setting.rules.matrix.kind,
+            "tp_mode": setting.options.tp_mode,
             "other_rule": setting.rules.other.kind,
             "reducer": setting.options.reducer,
             "shard_grads": setting.options.shard_grads,
@@ -272,6 +274,7 @@ def _title(request: PlanRequest, comparison: Comparison) -> str:
         "cut by torch: " + " x ".join(f"{name} {size}" for name, size in setting.sizes._asdict().items() if size > 1)
         if setting.sizes is not None
         else "",
+        "matrices in blocks of tp" if setting.options.tp_mode == "blockwise" else "",
         f"{setting.options.reducer} sums" if setting.options.reducer != "collective" else "",
         "gradients released once reduced" if setting.options.shard_grads else "",
         "slots in idle gradients" if setting.options.staging == "gradients" else "",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from layerwise.config.rules import TpMode
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem
 from layerwise.layout.cost import DEFAULT_HARDWARE, Hardware
@@ -38,6 +39,7 @@ class PlanRequest:
     grad_dtype: DType = DType.FP32
     bucket_mib: float | None = None
     rule: str = "muon"
+    tp_mode: TpMode = "auto"
     reducer: Reducer = "collective"
     shard_grads: bool = False
     staging: Staging = "slots"
@@ -101,6 +103,10 @@ def _rank_problems(request: PlanRequest) -> Iterator[Problem]:
     if not 1 <= request.ranks <= _MOST_RANKS:
         yield Problem("--world", f"expected a number of ranks from 1 to {_MOST_RANKS}, got {request.ranks}.")
         return
+    if request.tp_mode == "blockwise" and request.tensor_parallel == 1:
+        yield Problem(
+            "--tp-mode", "blockwise is for matrices that tensor parallelism has cut: expected --tp of 2 or more."
+        )
     if mesh is None:
         if request.expert_parallel < 1 or request.ranks % request.expert_parallel:
             what = (

@@ -8,7 +8,7 @@ offsets are not asked for: they are wrong for two uneven cuts of one dim (13 row
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -100,6 +100,15 @@ def reshard(chunks: Iterable[nn.Module]) -> None:
             module.reshard()
 
 
+def gathered_params(module: nn.Module) -> frozenset[Tensor]:
+    """The params within modules that fully_shard() was called on."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return frozenset()
+    units = (unit for unit in module.modules() if isinstance(unit, fsdp.FSDPModule))
+    return frozenset(param for unit in units for param in unit.parameters())
+
+
 def groups_of(params: Mapping[str, nn.Parameter], process_group: dist.ProcessGroup | None) -> Groups:
     """The ranks that the meshes of sharded params have, all in one group."""
     if process_group is not None:
@@ -118,9 +127,13 @@ def groups_of(params: Mapping[str, nn.Parameter], process_group: dist.ProcessGro
 
 
 def placements_of(
-    groups: Groups, params: Mapping[str, nn.Parameter], domain_of: Callable[[str], str]
+    groups: Groups,
+    params: Mapping[str, nn.Parameter],
+    domain_of: Callable[[str], str],
+    gathered: Collection[Tensor] = (),
 ) -> tuple[Groups, dict[str, Placed]]:
-    """How every sharded param is cut, the same on every rank, and the groups of ranks that hold them between them.
+    """How every sharded param is cut, the same on every rank, and the groups of ranks that hold them between them. `gathered`
+    are those that fully_shard() brings together for a forward.
 
     A mesh that has a part of the ranks only is one of several: fully_shard() over the data-parallel dim of a larger mesh
     knows nothing of the other dims. Ranks tell each other which meshes there are. A param that modules name as one of
@@ -131,7 +144,9 @@ def placements_of(
     def parts() -> dict[str, object]:
         ranks = [0] if groups.training is None else dist.get_process_group_ranks(groups.training)
         number_of = {rank: number for number, rank in enumerate(ranks)}
-        mine.update((fqn, _read(fqn, param, number_of)) for fqn, param in params.items() if is_sharded(param))
+        for fqn, param in params.items():
+            if is_sharded(param):
+                mine[fqn] = _read(fqn, param, number_of, is_gathered=param in gathered)
         return {fqn: list(placed.ranks) for fqn, placed in mine.items() if len(placed.ranks) < groups.world}
 
     told: list[Any] = share(groups, parts)
@@ -159,8 +174,9 @@ def _as_dtensor(tensor: Tensor) -> Any:
     return tensor
 
 
-def _read(fqn: str, param: Tensor, number_of: Mapping[int, int]) -> Placed:
-    """One param's place, with ranks by their number in the group."""
+def _read(fqn: str, param: Tensor, number_of: Mapping[int, int], *, is_gathered: bool) -> Placed:
+    """One param's place, with ranks by their number in the group. Dims of a mesh that are fully_shard()'s are its first ones: one
+    that cuts, and before it one that copies where there are replicas."""
     own = _as_dtensor(param)
     ranks = own.device_mesh.mesh.flatten().tolist()
     outside = [rank for rank in ranks if rank not in number_of]
@@ -179,6 +195,7 @@ def _read(fqn: str, param: Tensor, number_of: Mapping[int, int]) -> Placed:
         tuple(number_of[rank] for rank in ranks),
         tuple(own.device_mesh.mesh.shape),
         tuple(_cut(fqn, placement, param.ndim) for placement in own.placements),
+        0 if not is_gathered else 2 if mesh.ndim > 1 and own.placements[0].is_replicate() else 1,
     )
 
 

@@ -99,6 +99,7 @@ def matrix_rule(optim: OptimConfig) -> Rule:
         scale=optim.scale,
         extra_scale=optim.extra_scale,
         ns_dtype=optim.ns_dtype,
+        tp_mode=optim.tp_mode,
     )
     match optim.rule:
         case "muon":

@@ -15,13 +15,15 @@ WeightDecayMode = Literal["decoupled", "independent", "coupled"]
 Scale = Literal["rms", "spectral", "shape", "unit_rms", "none"]
 Method = Literal["standard", "gram", "auto"]
 NsDtype = Literal["bf16", "fp16", "fp32"]
+TpMode = Literal["auto", "blockwise"]
+TP_MODES: tuple[TpMode, ...] = ("auto", "blockwise")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_decay_mode": ("decoupled", "independent", "coupled"),
     "scale": ("rms", "spectral", "shape", "unit_rms", "none"),
     "method": ("standard", "gram", "auto"),
     "ns_dtype": ("bf16", "fp16", "fp32"),
-    "tp_mode": ("auto",),
+    "tp_mode": TP_MODES,
 }
 
 
@@ -155,9 +157,9 @@ class Muon(Rule):
     ns_dtype: NsDtype = "bf16"
     """Working dtype of Newton-Schulz. With bf16 the update also travels in bf16; otherwise in fp32."""
 
-    tp_mode: str = "auto"
-    """How a tensor-parallel matrix is treated: auto orthogonalises the whole logical matrix once, wherever its blocks
-    are stored."""
+    tp_mode: TpMode = "auto"
+    """What becomes of a matrix that tensor parallelism has cut. auto: it is orthogonalised whole, wherever its blocks are
+    stored. blockwise: each rank's block by itself, with the scale of the whole, which is another update."""
 
     def __post_init__(self) -> None:
         self._set("steps", plain_option(self.steps))
@@ -251,6 +253,11 @@ def wire_dtype_for(ns_dtype: str) -> DType:
     """What an update is rounded to before it is orthogonalised in `ns_dtype`, in every layout, so that all layouts agree
     bitwise; it travels in that."""
     return DType.BF16 if ns_dtype == "bf16" else DType.FP32
+
+
+def tp_mode_of(rule: object) -> TpMode:
+    """What a rule does with matrices that tensor parallelism has cut; one that orthogonalises nothing does nothing."""
+    return rule.tp_mode if isinstance(rule, Muon) else "auto"
 
 
 def update_scale(scale: str, rows: int, cols: int) -> float:

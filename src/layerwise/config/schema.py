@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from layerwise.config.rules import Method, NsDtype, Scale, WeightDecayMode
+from layerwise.config.rules import Method, NsDtype, Scale, TpMode, WeightDecayMode
 
 BYTE_VALUES = 256
 """Tokens are bytes, so this many rows of the embedding are ever read."""
@@ -130,6 +130,9 @@ class OptimConfig:
 
     ns_dtype: NsDtype = "bf16"
     """Working dtype of Newton-Schulz."""
+
+    tp_mode: TpMode = "auto"
+    """Matrices that tensor parallelism has cut. auto: orthogonalised whole. blockwise: each rank's block by itself."""
 
     other_rule: Literal["adamw", "lion"] = "adamw"
     """Rule of embeddings, output head, norms and biases."""

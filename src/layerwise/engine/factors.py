@@ -15,7 +15,7 @@ class Factors:
     """
 
     def __init__(self, regions: Iterable[tuple[int, tuple[int, int]]]) -> None:
-        """`regions` are (param group, logical shape of the matrix), in order."""
+        """`regions` are (param group, shape that the matrix is scaled by), in order."""
         numbers: dict[tuple[int, tuple[int, int]], int] = {}
         self._kind_of = [numbers.setdefault(region, len(numbers)) for region in regions]
         self._kinds = tuple(numbers)

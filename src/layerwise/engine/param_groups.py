@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from layerwise.config.rules import RULES_BY_KIND, Rule
-from layerwise.errors import did_you_mean
+from layerwise.config.rules import RULES_BY_KIND, Rule, tp_mode_of
+from layerwise.errors import StateError, did_you_mean
+from layerwise.layout.blocks import count_blocks
 from layerwise.layout.plan import Plan
 from layerwise.routing.defaults import Family
+
+PLANNED = {
+    "ns_dtype": "the exchange was planned with another dtype",
+    "tp_mode": "matrices were planned whole, or in blocks",
+}
+"""Options that a plan was made with, and what was: they stay as they are, in param groups and across state dicts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,31 @@ def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:
         return dataclasses.replace(rule, **options) if options else rule  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"the route rule that matched {fqn!r}: {error}") from None
+
+
+def uncut(plan: Plan, groups: Iterable[GroupPlan]) -> str | None:
+    """A sentence where somebody asked for blocks of tensor parallelism, and none of the params that were meant is cut by it."""
+    asked = [group for group in groups if tp_mode_of(group.rule) == "blockwise"]
+    names = [group.name for group in asked if not count_blocks(plan.routes[fqn] for fqn in group.fqns)]
+    if not names:
+        return None
+    return (
+        f"tp_mode='blockwise' of param group {' and '.join(map(repr, names))} changes nothing: tensor parallelism has cut none of its "
+        "matrices, and each is orthogonalised whole."
+    )
+
+
+def planned_options(groups: Iterable[Mapping[str, object]]) -> dict[str, list[object]]:
+    """The options of param groups that a plan goes by."""
+    groups = list(groups)
+    return {name: [group.get(name) for group in groups] for name in PLANNED}
+
+
+def check_planned(planned: Mapping[str, Sequence[object]], groups: Iterable[Mapping[str, object]]) -> None:
+    """Raise if one of them was changed."""
+    for name, values in planned_options(groups).items():
+        if values != planned[name]:
+            raise StateError(f"{name} was changed after construction: {PLANNED[name]}. Build a new Optimizer.")
 
 
 def live_rule(index: int, group: Mapping[str, object]) -> Rule:

@@ -195,7 +195,7 @@ class Update:
         return grads
 
     def _factors_of(self, regions: Sequence[OwnedRegion]) -> Factors:
-        return Factors((self._group_of[region.matrix.fqn], region.matrix.logical_shape) for region in regions)
+        return Factors((self._group_of[region.matrix.fqn], region.matrix.scaled_as) for region in regions)
 
     def _allocate_state(self) -> None:
         """All state, on every rank, before the first step: nothing that saves or loads state has to run a step to bring

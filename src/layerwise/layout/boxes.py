@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from typing import TypeAlias
 
 from layerwise.config.layouts import WorkPolicy
 from layerwise.dtypes import DType
+from layerwise.layout.blocks import count_blocks
 from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, NewtonSchulz
 from layerwise.layout.meshes import Placed, copied_on
 from layerwise.layout.shards import Held, Ranks, nearest, ranks_in
@@ -43,8 +44,11 @@ def shards_of_params(
         key = placed.get(param.fqn, copied_on(world)), param.shape, world
         if key not in alike:
             alike[key] = Boxes(param.shape, key[0].boxes(param.shape, world))
-        work = _share_or_repeat(routes[param.fqn], world, cost, hardware)
-        found.append(BoxShards(index, param.domain, param.fqn, alike[key], work=work))
+        shard = BoxShards(index, param.domain, param.fqn, alike[key])
+        # A block of tensor parallelism is whole where it lies, unless data parallelism has cut it again: nothing has to move.
+        is_there = count_blocks([routes[param.fqn]]) > 0 and not shard.has_copies
+        work = "stay" if is_there else _share_or_repeat(routes[param.fqn], world, cost, hardware)
+        found.append(replace(shard, work=work))
     return tuple(found)
 
 

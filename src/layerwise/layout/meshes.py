@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from layerwise.layout.shards import Ranks
 from layerwise.routing.geometry import Box
@@ -25,6 +25,10 @@ class Cut(NamedTuple):
     """Into how many chunks dims of the mesh further in have cut it before."""
 
 
+Chunks: TypeAlias = tuple[tuple[int, int], ...]
+"""From where to where pieces of a dim go."""
+
+
 class Placed(NamedTuple):
     """A param on a mesh."""
 
@@ -34,6 +38,9 @@ class Placed(NamedTuple):
     """Its shape."""
     cuts: tuple[Cut | None, ...]
     """One per dim of the mesh; None copies."""
+    data_dims: int = 0
+    """How many of its first dims are those of fully_shard(): what they cut is whole in every forward. What the others cut,
+    tensor or expert parallelism does, and stays cut."""
 
     def boxes(self, shape: tuple[int, ...], world: int) -> tuple[Box, ...]:
         """What each of `world` ranks has of a param of this shape. Who is not on the mesh has nothing."""
@@ -52,6 +59,18 @@ class Placed(NamedTuple):
             number, along = divmod(number, size)
             place.insert(0, along)
         return self._box_at(place, shape, self._orders(shape))
+
+    def chunks(self, shape: tuple[int, ...]) -> tuple[Chunks, ...]:
+        """What tensor and expert parallelism leave of each dim of a param, in order: its blocks are all combinations. Dims of the
+        mesh that are fully_shard()'s cut those again."""
+        found = []
+        for dim, size in enumerate(shape):
+            pieces = [(0, size)]
+            for along in (along for along in self._order(dim) if along >= self.data_dims):
+                count = self.mesh[along]
+                pieces = [_chunk(start, stop, count, number) for start, stop in pieces for number in range(count)]
+            found.append(tuple((start, stop) for start, stop in pieces if start < stop))
+        return tuple(found)
 
     def _orders(self, shape: tuple[int, ...]) -> list[list[int]]:
         return [self._order(dim) for dim in range(len(shape))]
@@ -87,7 +106,8 @@ class Placed(NamedTuple):
 
     def on_all(self, meshes: Sequence[Ranks]) -> Placed:
         """The same param on several meshes of this shape, a copy on each."""
-        return Placed(tuple(rank for ranks in meshes for rank in ranks), (len(meshes), *self.mesh), (None, *self.cuts))
+        ranks = tuple(rank for ranks in meshes for rank in ranks)
+        return Placed(ranks, (len(meshes), *self.mesh), (None, *self.cuts), self.data_dims + 1)
 
     def to_json(self) -> list[object]:
         """As plain data."""
@@ -104,14 +124,14 @@ def _chunk(start: int, stop: int, chunks: int, number: int) -> tuple[int, int]:
     return min(start + number * length, stop), min(start + (number + 1) * length, stop)
 
 
-def over(*dims: tuple[int, Cut | None]) -> Placed:
+def over(*dims: tuple[int, Cut | None], data_dims: int = 0) -> Placed:
     """A param over ranks 0, 1, 2 ... of a mesh with these dims, the last one running fastest.
 
     >>> over((2, Cut(0)), (2, None)).boxes((3, 4), 4)[2]
     Box(starts=(2, 0), stops=(3, 4))
     """
     mesh = tuple(size for size, _ in dims)
-    return Placed(range(math.prod(mesh)), mesh, tuple(cut for _, cut in dims))
+    return Placed(range(math.prod(mesh)), mesh, tuple(cut for _, cut in dims), data_dims)
 
 
 def copied_on(world: int) -> Placed:

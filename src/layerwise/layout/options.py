@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layerwise.config.layouts import LAYOUTS, Layout
+from layerwise.config.rules import TP_MODES, TpMode
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
 from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, NewtonSchulz
@@ -39,6 +40,8 @@ class Options:
     """One of `LAYOUTS`, or "auto", which chooses for every buffer of matrices."""
     rules: Sequence[RouteRule] | None = None
     """Routing rules that come before the defaults."""
+    tp_mode: TpMode = "auto"
+    """What becomes of matrices that tensor parallelism has cut, where no routing rule says otherwise."""
     strict: bool = False
     """Refuse a param of two or more dims that only a fallback rule explains."""
     evidence: Evidence | None = None
@@ -83,6 +86,7 @@ class Options:
         _check_choice("reducer", self.reducer, REDUCERS)
         _check_choice("param_sync", self.param_sync, PARAM_SYNCS)
         _check_choice("param_gather", self.param_gather, PARAM_GATHERS)
+        _check_choice("tp_mode", self.tp_mode, TP_MODES)
         _check_choice("memory", self.memory, MEMORIES)
         _check_choice("gradients", self.gradients, GRAD_SOURCES)
         _check_choice("staging", self.staging, STAGINGS)

@@ -106,8 +106,8 @@ def _placed(param: ParamSpec, sizes: MeshSizes) -> Placed:
     if is_stack(param):
         dim = expert_dim(param.shape, sizes)
         after = sizes.ep if dim == 0 else 1
-        return over((sizes.replicate, None), (sizes.experts_fsdp, Cut(dim, after)), (sizes.ep, Cut(0)))
+        return over((sizes.replicate, None), (sizes.experts_fsdp, Cut(dim, after)), (sizes.ep, Cut(0)), data_dims=2)
     dim_of_tensor = tensor_dim(param)
     cut = None if dim_of_tensor is None else Cut(dim_of_tensor)
     after = sizes.tp if dim_of_tensor == 0 else 1
-    return over((sizes.replicate, None), (sizes.fsdp, Cut(0, after)), (sizes.tp, cut))
+    return over((sizes.replicate, None), (sizes.fsdp, Cut(0, after)), (sizes.tp, cut), data_dims=2)

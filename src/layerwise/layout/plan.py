@@ -11,6 +11,7 @@ from operator import add
 
 from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
+from layerwise.layout.blocks import count_blocks, in_blocks
 from layerwise.layout.boxes import shards_of_params
 from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferPlan
 from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts, spread
@@ -230,6 +231,12 @@ class Plan:
                 f"cohort{'s' if work.num_cohorts != 1 else ''}, imbalance {work.imbalance:.2f}"
                 + (f", {idle} of {work.world} ranks have no matrix" if idle else "")
             )
+        blocks = count_blocks(self.routes.values())
+        if blocks:
+            lines.append(
+                f"  {blocks} of these matrices are blocks of larger ones that tensor parallelism has cut (tp_mode='blockwise'): their "
+                "update is another one than that of whole matrices"
+            )
         if len(self.works) > 1:
             lines.append(f"  work of all domains: imbalance {self.imbalance:.2f}")
         return "\n".join(lines)
@@ -284,6 +291,7 @@ def compare_plans(
     resolved = [resolve_layout(layout) for layout in layouts]
     world_by_domain = _worlds(table, world, worlds or {})
     routes = route_by(table, options.rules, strict=options.strict, evidence=options.evidence)
+    routes = in_blocks(table, routes, placed or {}, options.tp_mode)
     drafts: dict[Layout, Draft] = {}
 
     def draft(layout: Layout | Mapping[BufferGroup, Layout]) -> Draft:

@@ -123,17 +123,17 @@ def numel_in(matrix: Boxed, span: Span) -> int:
 def _in_block(matrix: Boxed, span: Span, block: Block) -> Iterator[Region]:
     """In the coarsest grid that cuts both the param and the matrix's own grid into factors: there both are boxes, and
     both addresses are linear."""
-    fine = _refined(block.shape, matrix.grid)
+    fine = refined(block.shape, matrix.grid)
     shard_strides, shard_zero = _address(block.shape, block.box, fine)
     matrix_strides, matrix_zero = _address(matrix.grid, matrix.box, fine)
     shard_zero += span.shard_offset - span.start
-    wanted = list(_in_fine(matrix.box, matrix.grid, fine))
+    wanted = list(in_fine(matrix.box, matrix.grid, fine))
     for piece in interval_boxes(block.box.shape, span.start, span.stop):
         here = Box(
             tuple(start + zero for start, zero in zip(piece.starts, block.box.starts, strict=True)),
             tuple(stop + zero for stop, zero in zip(piece.stops, block.box.starts, strict=True)),
         )
-        for held in _in_fine(here, block.shape, fine):
+        for held in in_fine(here, block.shape, fine):
             for part in wanted:
                 both = held.intersect(part)
                 if both is not None:
@@ -144,7 +144,7 @@ def _in_block(matrix: Boxed, span: Span, block: Block) -> Iterator[Region]:
                     )
 
 
-def _refined(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+def refined(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The coarsest grid that has the borders of all of these shapes of one number of elements."""
     borders = {1}
     for shape in shapes:
@@ -155,7 +155,7 @@ def _refined(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(outer // inner for inner, outer in pairwise(sorted(borders)))[::-1] or (1,)
 
 
-def _factors(shape: tuple[int, ...], fine: tuple[int, ...]) -> Iterator[range]:
+def factors(shape: tuple[int, ...], fine: tuple[int, ...]) -> Iterator[range]:
     """Which axes of a finer grid make up each axis of a shape."""
     axis = 0
     for size in shape:
@@ -166,10 +166,10 @@ def _factors(shape: tuple[int, ...], fine: tuple[int, ...]) -> Iterator[range]:
         yield range(first, axis)
 
 
-def _in_fine(box: Box, shape: tuple[int, ...], fine: tuple[int, ...]) -> Iterator[Box]:
+def in_fine(box: Box, shape: tuple[int, ...], fine: tuple[int, ...]) -> Iterator[Box]:
     """A box of a shape as boxes of a finer grid, in order."""
     choices = []
-    for start, stop, axes in zip(box.starts, box.stops, _factors(shape, fine), strict=True):
+    for start, stop, axes in zip(box.starts, box.stops, factors(shape, fine), strict=True):
         if axes:
             choices.append(list(interval_boxes(tuple(fine[axis] for axis in axes), start, stop)))
         elif start >= stop:
@@ -189,7 +189,7 @@ def _address(shape: tuple[int, ...], box: Box, fine: tuple[int, ...]) -> tuple[t
     lie."""
     strides = [0] * len(fine)
     own = row_major_strides(box.shape)
-    for axes, stride in zip(_factors(shape, fine), own, strict=True):
+    for axes, stride in zip(factors(shape, fine), own, strict=True):
         for axis in reversed(axes):
             strides[axis] = stride
             stride *= fine[axis]

@@ -25,7 +25,8 @@ from layerwise.comm.groups import (
     default_world,
     derive_together,
 )
-from layerwise.comm.sharded import groups_of, is_sharded, placements_of, reshard
+from layerwise.comm.sharded import gathered_params, groups_of, is_sharded, placements_of, reshard
+from layerwise.config.rules import TpMode
 from layerwise.engine.engine import Engine, Settings
 from layerwise.errors import StateError
 from layerwise.kernels.foreign import adapter_of
@@ -46,6 +47,7 @@ class Asked:
     """What an optimizer was asked for about a model that has no engine of its own; `Optimizer` documents it."""
 
     rules: Sequence[RouteRule] | None = None
+    tp_mode: TpMode = "auto"
     strict: bool = False
     example_inputs: object = None
     routing: str | PathLike[str] = "table"
@@ -77,7 +79,7 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
     if any(map(is_sharded, params.values())):
         everyone = groups_of(params, asked.process_group)
         settings = _agreed(everyone, model, asked, memory="params")
-        groups, placed = placements_of(everyone, params, domains_by_prefix(model))
+        groups, placed = placements_of(everyone, params, domains_by_prefix(model), gathered_params(model))
         return Engine((model,), groups, settings, placed)
     if asked.gradients == "reduced":
         return _engine_of_reduced(model, asked)
@@ -168,6 +170,7 @@ def _agreed(groups: Groups, module: nn.Module, asked: Asked, memory: Memory) -> 
             options=Options(
                 layout="auto" if asked.layout is None else asked.layout,
                 rules=asked.rules,
+                tp_mode=asked.tp_mode,
                 strict=asked.strict,
                 evidence=evidence_for((module,), asked.example_inputs, asked.routing),
                 memory=memory,

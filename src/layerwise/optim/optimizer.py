@@ -14,18 +14,18 @@ from layerwise.comm.groups import ProcessGroup, agree, any_rank, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
-from layerwise.config.rules import Rule, plain_option
+from layerwise.config.rules import Rule, plain_option, tp_mode_of
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.norm_groups import assign_norm_groups
-from layerwise.engine.param_groups import live_rule, plan_groups
+from layerwise.engine.param_groups import PLANNED, check_planned, live_rule, plan_groups, planned_options, uncut
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.stats import StepStats
 from layerwise.engine.step import Stepper
 from layerwise.engine.step_plan import Live, StepPlan
 from layerwise.engine.update import AtHome
-from layerwise.errors import StateError
+from layerwise.errors import StateError, warn
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
@@ -101,6 +101,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         asked = Asked(
             rules=rules,
+            tp_mode=tp_mode_of(matrix),
             strict=strict,
             example_inputs=example_inputs,
             routing=routing,
@@ -119,8 +120,11 @@ class Optimizer(torch.optim.Optimizer):
 
         def plan_arguments() -> StepPlan:
             refuse_unfit(self.engine, asked)
+            param_groups = plan_groups(plan, matrix=matrix, other=other)
+            if self.engine.groups.rank == 0 and (idle := uncut(plan, param_groups)):
+                warn(idle)
             return StepPlan(
-                groups=plan_groups(plan, matrix=matrix, other=other),
+                groups=param_groups,
                 norm_group_of=assign_norm_groups(
                     plan,
                     {} if norm_groups is None else norm_groups,
@@ -152,7 +156,7 @@ class Optimizer(torch.optim.Optimizer):
         dtypes = {fqn: group.rule.wire_dtype for group in planned.groups for fqn in group.fqns}
         # Who takes the steps; checkpoints ask it what there is beside shards.
         self.stepper = Stepper(self.engine, planned, wire_dtypes(self.engine.plan.works, dtypes))
-        self._planned_ns_dtypes = self._ns_dtypes()
+        self._planned_options = planned_options(self.param_groups)
         check_alike(groups, self.engine.roster, "is updated", self._tie_settings())
         self._steps = torch.zeros(())
         home_state = self.stepper.update.home_state_by_fqn()
@@ -299,7 +303,7 @@ class Optimizer(torch.optim.Optimizer):
         fitting = derive_together(
             engine.groups,
             "state dicts",
-            lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=("ns_dtype",)),
+            lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=tuple(PLANNED)),
             lambda found: {"step": found.extra["step"], "loss_scale": found.extra["loss_scale"]},
         )
         with self.replacing_state(fitting.extra["step"], fitting.extra["loss_scale"]) as follow:
@@ -370,10 +374,7 @@ class Optimizer(torch.optim.Optimizer):
         options: list[LiveOptions] = []
         try:
             options = [live_rule(index, group).options() for index, group in enumerate(self.param_groups)]
-            if self._ns_dtypes() != self._planned_ns_dtypes:
-                raise StateError(
-                    "ns_dtype was changed after construction: the exchange was planned with another dtype. Build a new Optimizer."
-                )
+            check_planned(self._planned_options, self.param_groups)
         except Exception as error:
             problem = error
         groups = [
@@ -386,9 +387,6 @@ class Optimizer(torch.optim.Optimizer):
         here = {tie: copies[mine] for tie, copies in self.engine.roster.copies.items() if mine in copies}
         group_of = {fqn: group for group in self.param_groups for fqn in group["fqns"]} if here else {}
         return {tie: {**_in_words(group_of[fqn]), "norm group": norm_group_of[fqn]} for tie, fqn in here.items()}
-
-    def _ns_dtypes(self) -> list[object]:
-        return [group.get("ns_dtype") for group in self.param_groups]
 
 
 def _in_words(group: Mapping[str, object]) -> dict[str, str]:

@@ -31,6 +31,9 @@ class Matrix:
     """The part of the grid that is this matrix, in the matrix's own row-major order."""
     transposed: bool = False
     """Stored (in, out): rows and cols are those of storage, the logical matrix is the other way round."""
+    whole: tuple[int, int] | None = None
+    """Rows and cols of the matrix that it is a block of, where tensor parallelism has cut that one and blocks are orthogonalised
+    by themselves."""
 
     @property
     def numel(self) -> int:
@@ -38,8 +41,14 @@ class Matrix:
 
     @property
     def logical_shape(self) -> tuple[int, int]:
-        """(out, in), which scale factors and per-row state go by."""
+        """(out, in), which per-row state goes by."""
         return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+
+    @property
+    def scaled_as(self) -> tuple[int, int]:
+        """(out, in), which scale factors go by: of the whole, also for a block of it."""
+        rows, cols = self.whole or (self.rows, self.cols)
+        return (cols, rows) if self.transposed else (rows, cols)
 
     @property
     def label(self) -> str:

@@ -53,6 +53,7 @@ OPTIM = OptimConfig(
     scale="shape",
     extra_scale=1.5,
     ns_dtype="fp32",
+    tp_mode="blockwise",
     other_lr=0.007,
     other_weight_decay=0.2,
     betas=(0.5, 0.8),
@@ -71,6 +72,7 @@ MUON: dict[str, Any] = {
     "scale": "shape",
     "extra_scale": 1.5,
     "ns_dtype": "fp32",
+    "tp_mode": "blockwise",
 }
 OTHER: dict[str, Any] = {
     "lr": 0.007,

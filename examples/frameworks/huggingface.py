@@ -1,12 +1,14 @@
 """Hugging Face Trainer: the mixin, and the rules as one more argument.
 
 torchrun --nproc-per-node 2 examples/frameworks/huggingface.py
+torchrun --nproc-per-node 2 examples/frameworks/huggingface.py --fsdp     # FSDP2, which accelerate has on GPUs only
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from task import Sequences, arguments, build, rules
 from transformers import Trainer, TrainingArguments
 
@@ -33,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             save_steps=args.steps,
             logging_steps=1,
             logging_nan_inf_filter=False,
-            ddp_backend="gloo",
-            use_cpu=True,
+            ddp_backend=None if torch.cuda.is_available() else "gloo",
+            use_cpu=not torch.cuda.is_available(),
+            fsdp=args.fsdp,
+            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["Block"]} if args.fsdp else None,
             report_to=[],
             disable_tqdm=True,
         ),

@@ -81,4 +81,5 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
     parser.add_argument("--grad-clip", type=float, default=1.0)
     parser.add_argument("--out", default="out", help="folder to save to, and to go on from with --resume")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--fsdp", action="store_true", help="have the framework cut the model with fully_shard()")
     return parser.parse_args(argv)

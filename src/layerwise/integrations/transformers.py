@@ -1,7 +1,8 @@
 """Hugging Face `Trainer`: a mixin that makes the optimizer, and has all ranks take part when it is saved.
 
 The trainer makes the optimizer of a plain module, wraps that in DistributedDataParallel, clips and unscales `param.grad` and
-writes checkpoints on one rank. All of that stays its own.
+writes checkpoints on one rank. All of that stays its own. Where it was asked for FSDP2, it has accelerate cut the module together
+with the optimizer: another one stands in until that is done, and torch's distributed checkpoints hold the shards of ours.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from layerwise.errors import StateError
+from layerwise.integrations.accelerate import cuts, refuse_others, stand_in, take_over
 from layerwise.optim.optimizer import Optimizer
 
 
@@ -33,23 +34,33 @@ class TrainerMixin:
             `weight_decay` and `optim` of the training arguments are not read. Its scheduler and `max_grad_norm` are.
     """
 
+    accelerator: Any
+    model: Any
     optimizer: Any
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
 
     def __init__(self, *args: Any, layerwise: Mapping[str, Any], **more: Any) -> None:
-        super().__init__(*args, optimizer_cls_and_kwargs=(_Factory, dict(layerwise)), **more)  # type: ignore[call-arg]
+        self._layerwise = dict(layerwise)
+        self._own: Optimizer | None = None
+        super().__init__(*args, optimizer_cls_and_kwargs=(_Factory, self._layerwise), **more)  # type: ignore[call-arg]
 
     def create_optimizer(self, *args: Any, **more: Any) -> Any:
-        """Refuses what changes params after the optimizer was made."""
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise StateError(
-                "the Trainer was asked for FSDP or DeepSpeed, which give params other memory after the optimizer was made: expected "
-                "plain data parallelism. For FSDP2 call fully_shard() yourself and pass layerwise.Optimizer(model) in optimizers=."
-            )
+        """Ours; or one that stands in where the model is still to be cut. Refuses what changes params in other ways."""
+        if cuts(self.accelerator):
+            self.optimizer = stand_in(self.model)
+            return self.optimizer
+        refuse_others(self.accelerator)
         return super().create_optimizer(*args, **more)  # type: ignore[misc]
 
+    def create_scheduler(self, *args: Any, **more: Any) -> Any:
+        """The trainer calls it once the model and the optimizer are prepared: a model that was cut gets its own now."""
+        if cuts(self.accelerator):
+            if self._own is None:  # a second `train()` goes on with the first one's
+                self._own = Optimizer(self.model, **self._layerwise)
+            take_over(self.accelerator, self.optimizer, self._own)
+        return super().create_scheduler(*args, **more)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """One rank writes, and has the state of all of them."""
-        getattr(self.optimizer, "optimizer", self.optimizer).consolidate_state_dict()
+        """One rank writes, and has the state of all of them; or each writes its shards."""
+        if not cuts(self.accelerator):
+            getattr(self.optimizer, "optimizer", self.optimizer).consolidate_state_dict()
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]

@@ -16,21 +16,23 @@ from layerwise.integrations.transformers import TrainerMixin
 RULES: dict[str, Any] = {"matrix": layerwise.Muon(lr=0.05), "other": layerwise.AdamW(lr=0.01)}
 
 
+def accelerator_of(kind: str) -> Any:
+    """As much of an Accelerator as a refusal needs."""
+    return SimpleNamespace(distributed_type=SimpleNamespace(value=kind), is_fsdp2=False)
+
+
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_accelerates_other_ways_to_shard_are_refused_by_name(kind: str) -> None:
-    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
-    with pytest.raises(StateError, match=f"the Accelerator was asked for {kind}"):
-        prepare(accelerator, nn.Linear(4, 4), **RULES)
+    with pytest.raises(StateError, match=f"accelerate was asked for {kind}.*expected plain data parallelism, or FSDP2"):
+        prepare(accelerator_of(kind), nn.Linear(4, 4), **RULES)
 
 
 class FakeTrainer:
     """As much of a Trainer as a refusal needs."""
 
-    is_deepspeed_enabled = False
-
-    def __init__(self, *, optimizer_cls_and_kwargs: Any, fsdp: bool) -> None:
+    def __init__(self, *, optimizer_cls_and_kwargs: Any, kind: str) -> None:
         self.factory, self.options = optimizer_cls_and_kwargs
-        self.is_fsdp_enabled = fsdp
+        self.accelerator = accelerator_of(kind)
 
     def create_optimizer(self, model: nn.Module) -> Any:
         return self.factory()(model, **self.options)
@@ -40,8 +42,8 @@ class Mixed(TrainerMixin, FakeTrainer):
     """What a user writes."""
 
 
-def test_a_trainer_that_shards_the_model_itself_is_refused_and_others_get_the_optimizer() -> None:
-    module = nn.Linear(4, 4)
-    assert isinstance(Mixed(fsdp=False, layerwise=RULES).create_optimizer(module), layerwise.Optimizer)
-    with pytest.raises(StateError, match="the Trainer was asked for FSDP or DeepSpeed"):
-        Mixed(fsdp=True, layerwise=RULES).create_optimizer(nn.Linear(4, 4))
+def test_a_trainer_that_shards_the_model_in_other_ways_is_refused_and_others_get_the_optimizer() -> None:
+    assert isinstance(Mixed(kind="NO", layerwise=RULES).create_optimizer(nn.Linear(4, 4)), layerwise.Optimizer)
+    for kind in ("FSDP", "DEEPSPEED"):
+        with pytest.raises(StateError, match=f"accelerate was asked for {kind}"):
+            Mixed(kind=kind, layerwise=RULES).create_optimizer(nn.Linear(4, 4))

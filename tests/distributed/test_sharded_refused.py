@@ -85,3 +85,23 @@ def test_a_model_of_dtensors_is_refused_by_name(name: str) -> None:
         assert f"param '{CUTS[name][1]}' is a DTensor, cut by fully_shard() or parallelize_module()" in text
         assert "pass it to layerwise.Optimizer as it is" in text
         assert "mixed" not in text
+
+
+def test_what_only_looks_sharded_is_none() -> None:
+    """FSDP and DTensors are known by their types. Attributes of the same names, which others set too, say nothing."""
+
+    class Looks(nn.Linear):
+        def reshard(self) -> None:
+            raise AssertionError("it was taken for a module of fully_shard()")
+
+        unshard = reshard
+
+    model = Looks(4, 6, bias=False)
+    for name in ("device_mesh", "placements", "_local_tensor", "_is_sharded", "is_fsdp_param"):
+        setattr(model.weight, name, "nobody's")
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    assert optimizer.state[model.weight]["momentum"].shape == (6, 4)

@@ -105,6 +105,7 @@ MESH_SCENES: list[Scene] = [
     Scene("tp 2", "few"),
     Scene("tp 3", "fusions", clip=0.75),
     Scene("fsdp+tp 2x2", "fours", dtype=BF16),
+    Scene("fsdp+tp 2x2", "grouped", rule="normuon", dtype=BF16, tp_mode="blockwise"),
     Scene("ep 2", "mixture", rule="normuon"),
     Scene("ep x fsdp 2x2 dim 1", "mixture", dtype=BF16),
     Scene("apart ep x fsdp 2x2 dim 0", "quartet", clip=0.75),
@@ -162,13 +163,20 @@ def given_complaints(*, quick: bool, sabotage: bool) -> dict[str, str]:
 
 
 def mesh_product() -> list[Scene]:
-    """Every mesh with every model that fits it; rules and dtypes take turns."""
+    """Every mesh with every model that fits it; rules and dtypes take turns. Tensor parallelism once more, with one model each in blocks."""
     pairs = [(mesh, model) for mesh in MESHES for model in MODELS if model != "even" and fits(mesh, model)]
     rules = ("muon", "normuon", "adamuon")
-    return [
+    whole = [
         with_rule(Scene(mesh, model, dtype=(FP32, BF16)[number % 2]), rules[number % 3])
         for number, (mesh, model) in enumerate(pairs)
     ]
+    cut = [mesh for mesh in MESHES if "tp" in dict(MESHES[mesh].axes)]
+    models = ("dense", "grouped", "fusions", "odd", "fours")
+    blocks = [
+        with_rule(Scene(mesh, models[number % len(models)], tp_mode="blockwise"), rules[number % 3])
+        for number, mesh in enumerate(cut)
+    ]
+    return whole + blocks
 
 
 def arranged_product() -> list[tuple[int, Arrangement]]:
@@ -227,7 +235,7 @@ def _arranged_complaints(world: int, arrangement: Arrangement) -> dict[str, str]
 
 def _mesh_complaints(world: int, scenes: list[Scene]) -> dict[str, str]:
     """What differs, scene by scene, all of them on the same ranks."""
-    names = [f"{scene.model} on {scene.mesh}, {scene.rule}, {scene.dtype}" for scene in scenes]
+    names = [f"{scene.model} on {scene.mesh}, {scene.rule}, {scene.dtype}, {scene.tp_mode}" for scene in scenes]
     try:
         by_rank = run_ranks(world, play, scenes)
     except RankFailure as failure:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
 from layerwise.errors import PlanMismatchError, StateError
+from layerwise.routing.split import Split
 from tests.distributed import test_ddp, test_fsdp2_changes, test_fsdp2_experts, test_sharded_refused, test_sharded_state
 from tests.distributed.fsdp2 import built, cut, loss_of, mine, optimizer_of
 from tests.mesh_zoo import Scene as Zoo
@@ -158,6 +159,27 @@ def _(rank: int, world: int) -> Scene:
     model.weight = nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=(5, 4), stride=(4, 1)))
     yield model
     optimizer_of(model)
+
+
+@misuse(
+    "blocks of tensor parallelism that end within heads",
+    ValueError,
+    "param 'weight' of shape (20, 4) is cut by tensor parallelism to 0 to 10, 0 to 4",
+    "expects cuts between heads",
+    "options={'tp_mode': 'auto'}",
+    world=2,
+)
+def _(rank: int, world: int) -> Scene:
+    model = nn.Linear(4, 20, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (world,)), [Shard(0)]))
+    # Of five heads, one row each is of queries and three are of keys; of the third head each rank has one half.
+    split = Split(grid=(5, 4, 4), roles="rrc", block_axis=1, blocks=(1, 3))
+    yield model
+    optimizer_of(
+        model,
+        rules=[layerwise.RouteRule(pattern="weight", to="matrix", split=split)],
+        matrix=layerwise.Muon(lr=0.02, tp_mode="blockwise"),
+    )
 
 
 @misuse("a sharded model without values", ValueError, "param 'head.weight'", "meta device", "Materialise", world=2)

@@ -34,6 +34,7 @@ def stepped(rank: int, world: int, scales: bool) -> tuple[int, bool, Any]:
     return own.stats.step, not torch.equal(module.weight, before), prepared.step_was_skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", [False, True])
 def test_ours_is_stepped(scales: bool) -> None:
     pytest.importorskip("accelerate")

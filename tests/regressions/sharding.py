@@ -213,8 +213,8 @@ def copies_are_cuts(rank: int) -> Any:
 
 def outer_cuts_are_missed(rank: int) -> Any:
     def missing(real: Callable[..., Any]) -> Callable[..., Any]:
-        def read(*given: Any) -> Any:
-            placed = real(*given)
+        def read(*given: Any, **more: Any) -> Any:
+            placed = real(*given, **more)
             return placed._replace(cuts=(None, *placed.cuts[1:])) if len(placed.cuts) > 1 else placed
 
         return read

@@ -293,6 +293,37 @@ def _first_gpt(module: nn.Module) -> Mapping[str, Split]:
     return {"c_attn.weight": transposed((shape[0], shape[1]), (width,) * 3)}
 
 
+def _first_vision(module: nn.Module) -> Mapping[str, Split]:
+    """Qwen2-VL's is called just that: known by what it holds."""
+    width, shape = getattr(module, "dim", None), _shape(module, "qkv.weight")
+    if not isinstance(width, int) or shape != (3 * width, width) or getattr(module, "num_key_value_groups", None) != 1:
+        return _latent_attention(module)
+    return _blocks("qkv.weight", 3)(module)
+
+
+def _three_if_fused(module: nn.Module) -> Mapping[str, Split]:
+    """LayoutLM 2 has query, key and value in one, or apart, as its config says."""
+    return _blocks("qkv_linear.weight", 3)(module) if _shape(module, "qkv_linear.weight") else {}
+
+
+def _rows_of_layers(module: nn.Module) -> Mapping[str, Split]:
+    """A projection whose rows belong to the layers of the model, one after the other."""
+    name = "per_layer_model_projection.weight"
+    shape, each = _pair(module, name), _size(module, "hidden_size_per_layer_input")
+    return {name: row_blocks(shape, (each,) * (shape[0] // each))}
+
+
+def _kernels_of_layers(module: nn.Module) -> Mapping[str, Split]:
+    """UnivNet: channels that are the kernels, or biases, of the layers of a block, one layer after the other."""
+    layers = _size(module, "conv_layers")
+    return {name: _blocks(name, layers, _wide)(module)[name] for name in ("kernel_conv.weight", "bias_conv.weight")}
+
+
+def _bare_projection(module: nn.Module) -> Mapping[str, Split]:
+    """X-CLIP's projection of prompts is a param of the model itself, stored (in, out)."""
+    return {"prompts_visual_projection": transposed(_pair(module, "prompts_visual_projection"))}
+
+
 def _groups_apart(module: nn.Module) -> Mapping[str, Split]:
     """A linear layer for each group of heads, one below the other."""
     rows, cols = _pair(module, "weight")
@@ -391,21 +422,42 @@ _GATE_UP = _blocks("gate_up_proj.weight", 2)
 _INTERLEAVED = _head_by_head("query_key_value.weight")
 
 _QKV_IN_THIRDS = (
-    "BlipAttention",
     "Blip2Attention",
-    "InstructBlipAttention",
-    "InstructBlipVideoAttention",
+    "BlipAttention",
+    "CohereCompassVisionAttention",
+    "DeepseekOcr2SamVisionAttention",
     "Ernie4_5_VLMoeVisionAttention",
+    "Florence2VisionChannelAttention",
+    "Florence2VisionWindowAttention",
     "Glm4vMoeVisionAttention",
     "Glm4vVisionAttention",
     "Glm5NextVisionAttention",
+    "GlmImageVisionAttention",
     "GlmOcrVisionAttention",
     "GotOcr2VisionAttention",
+    "HieraMaskUnitAttention",
+    "InstructBlipAttention",
+    "InstructBlipVideoAttention",
+    "MgpstrAttention",
+    "PPFormulaNetVisionAttention",
+    "PPOCRV5MobileRecAttention",
+    "PPOCRV5ServerRecAttention",
+    "PPOCRV6SmallRecAttention",
     "Qwen2_5_VLVisionAttention",
+    "Qwen3OmniMoeVisionAttention",
+    "Qwen3VLMoeVisionAttention",
     "Qwen3VLVisionAttention",
-    "Qwen3_5VisionAttention",
     "Qwen3_5MoeVisionAttention",
+    "Qwen3_5VisionAttention",
+    "Qwen4ExpVisionAttention",
+    "SLANeXtVisionAttention",
+    "Sam2MultiScaleAttention",
+    "SamHQVisionAttention",
     "SamVisionAttention",
+    "SegGptAttention",
+    "TimesformerSelfAttention",
+    "UnlimitedOcrSamVisionAttention",
+    "VitDetAttention",
 )
 
 _KNOWN: dict[str, Describe] = {
@@ -427,10 +479,13 @@ _KNOWN: dict[str, Describe] = {
     "Phi3MLP": _GATE_UP,
     "GlmMLP": _GATE_UP,
     "Glm4MLP": _GATE_UP,
+    "EsmFold2SwiGLU": _GATE_UP,
+    "Zamba2MLP": _GATE_UP,
     "Glm4vTextMLP": _GATE_UP,
     "GlmImageTextMLP": _GATE_UP,
     "GlmOcrTextMLP": _GATE_UP,
     "Phi4MultimodalMLP": _GATE_UP,
+    "Phi4MultimodalAudioMLP": _GATE_UP,
     "DiaMLP": _GATE_UP,
     "MambaMixer": _mamba1,
     "FalconMambaMixer": _mamba1,
@@ -462,6 +517,7 @@ _KNOWN: dict[str, Describe] = {
     "Qwen3NextGatedDeltaNet": _delta_net,
     "Qwen3_5GatedDeltaNet": _delta_net,
     "Qwen3_5MoeGatedDeltaNet": _delta_net,
+    "Qwen4ExpTextGatedDeltaNet": _delta_net,
     "DisentangledSelfAttention": _deberta,
     "RecurrentGemmaRglru": _gates_of_heads,
     "AXK2Attention": _query_with_gate,
@@ -489,6 +545,7 @@ _KNOWN: dict[str, Describe] = {
     "JetMoeAttention": _blocks("kv_proj.weight", 2),
     "LongcatFlashMLA": _latent_attention,
     "LongcatFlashExperts": _concatenated_experts,
+    "Step3p7Experts": _concatenated_experts,
     "MiniMaxLightningAttention": _head_by_head("qkv_proj.weight"),
     "MiniMaxM3VLDenseMLP": _GATE_UP,
     "ModernBertDecoderMLP": _blocks("Wi.weight", 2),
@@ -496,6 +553,14 @@ _KNOWN: dict[str, Describe] = {
     "MoshiGatingMLP": _blocks("fc1.weight", 2),
     "Phi4MultimodalAttention": _grouped_query("qkv_proj.weight"),
     "Exaone4_5_VisionAttention": _grouped_query("qkv.weight"),
+    "LayoutLMv2SelfAttention": _three_if_fused,
+    "VisionAttention": _first_vision,
+    "EvollaSequenceCompressorAttention": _blocks("to_kv.weight", 2),
+    "GraniteSpeechConformerAttention": _blocks("to_kv.weight", 2),
+    "GraniteSpeechPlusConformerAttention": _blocks("to_kv.weight", 2),
+    "EmbeddingGemma2TextPLE": _rows_of_layers,
+    "UnivNetKernelPredictor": _kernels_of_layers,
+    "XCLIPModel": _bare_projection,
     **dict.fromkeys(_QKV_IN_THIRDS, _blocks("qkv.weight", 3)),
 }
 _KNOWN_BY_ENDING: dict[str, Describe] = {

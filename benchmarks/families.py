@@ -81,11 +81,19 @@ def _shorten(config: Any) -> None:
     for part in configs_of(_Holder(config)):
         for name in _LAYERS:
             count = getattr(part, name, None)
-            if isinstance(count, int) and count > _FEW:
+            if isinstance(count, int) and count > _FEW and not _names_layers(part, count):
                 setattr(part, name, _FEW)
                 for key, value in list(vars(part).items()):
                     if isinstance(value, list) and len(value) == count:
                         setattr(part, key, value[:_FEW])
+
+
+def _names_layers(config: Any, count: int) -> bool:
+    """Whether a config names some of its layers by number: such a model is not built with fewer."""
+    lists = [value for value in vars(config).values() if isinstance(value, list) and value and len(value) != count]
+    return any(
+        all(type(item) is int and 0 <= item <= count for item in found) and max(found) >= _FEW for found in lists
+    )
 
 
 class _Holder(nn.Module):

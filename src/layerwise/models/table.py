@@ -460,7 +460,8 @@ def _routers(modules: Mapping[str, nn.Module]) -> dict[int, int]:
 
 def _input_convolutions(modules: Mapping[str, nn.Module], blocks: frozenset[str]) -> set[int]:
     """`id`s of the weights of convolutions that read the model's input: images of as few channels as pixels have, or as
-    many channels as a config says that the input has; outside the repeated blocks, or before all other convolutions."""
+    many channels as a config says that the input has; outside the repeated blocks, before all other convolutions, or
+    where nothing in the model makes as many."""
     counts: set[int] = set()
     for config in {
         id(found): found for child in modules.values() if (found := getattr(child, "config", None))
@@ -468,12 +469,15 @@ def _input_convolutions(modules: Mapping[str, nn.Module], blocks: frozenset[str]
         counts.update(found for name in _INPUT_CHANNELS if isinstance(found := getattr(config, name, None), int))
     convolutions = {name: child for name, child in modules.items() if isinstance(child, _ConvNd)}
     first = next(iter(convolutions), None)
+    made = {child.out_channels for child in convolutions.values()}
+    made |= {_weight_shape(child)[0] for child in modules.values() if _is_linear(child)}
+    made |= {child.embedding_dim for child in modules.values() if isinstance(child, nn.Embedding)}
     return {
         id(_weight(child))
         for name, child in convolutions.items()
         if child.groups == 1
         and (child.in_channels in counts or (child.in_channels <= _FEW_CHANNELS and len(child.kernel_size) > 1))
-        and (name == first or not _within(name, blocks))
+        and (name == first or not _within(name, blocks) or child.in_channels not in made)
     }
 
 

@@ -348,3 +348,70 @@ def test_a_param_without_elements_is_not_seen_and_stops_nothing() -> None:
     assert found.problem == ""
     assert found.readings["tokens"].role is Role.UNSEEN
     assert found.readings["proj.weight"].role is Role.MAP
+
+
+def test_heads_whose_outputs_are_added_are_heads() -> None:
+    def mean_of_two(x: Tensor, hidden: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        x = F.linear(x, hidden).relu()
+        return (F.linear(x, one) + F.linear(x, other)) / 2
+
+    found = trace(Uses(mean_of_two, hidden=(D, D), one=(7, D), other=(7, D)), (X,)).readings
+    assert [found[name].role for name in ("hidden", "one", "other")] == [Role.MAP, Role.HEAD, Role.HEAD]
+
+
+class LayerOfItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.back = nn.Linear(D, K), nn.Linear(K, D)
+
+    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+        found: Tensor = x + self.back(self.gate(x).relu() * own)
+        return found
+
+
+class RowsOfLayers(nn.Module):
+    """A projection that makes something for each layer, of which each reads its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(D, 3 * K, bias=False)
+        self.layers = nn.ModuleList([LayerOfItsOwn() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.project(x).unflatten(-1, (3, K))
+        for number, layer in enumerate(self.layers):
+            x = layer(x, own[..., number, :])
+        return x
+
+
+def test_rows_that_each_layer_has_of_its_own_are_matrices_apart() -> None:
+    found = trace(RowsOfLayers(), (X,)).readings
+    assert found["project.weight"].split == row_blocks((3 * K, D), (K, K, K))
+    assert found["layers.2.gate.weight"].split == whole((K, D))
+
+
+def test_a_sort_chooses_nothing_until_somebody_reads_a_part_of_the_order() -> None:
+    def ordered(x: Tensor, w: Tensor, then: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w).sort(-1).values, then)
+
+    def best(x: Tensor, w: Tensor, then: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w).sort(-1, descending=True).values[..., :2], then)
+
+    assert trace(Uses(ordered, w=(4, D), then=(3, 4)), (X,)).readings["w"].role is Role.MAP
+    assert trace(Uses(best, w=(4, D), then=(3, 2)), (X,)).readings["w"].role is Role.ROUTER
+
+
+def test_outputs_that_nothing_reads_leave_a_param_unseen() -> None:
+    def first_three(x: Tensor, w: Tensor, then: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w)[..., :3], then)
+
+    reading = trace(Uses(first_three, w=(4, D), then=(5, 3)), (X,)).readings["w"]
+    assert (reading.role, reading.why) == (Role.UNSEEN, "the forward read only some of its outputs")
+
+
+def test_outputs_that_are_returned_are_apart_from_those_that_are_read() -> None:
+    def both(x: Tensor, w: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
+        inner, out = F.linear(x, w).split((4, 3), -1)
+        return F.linear(inner.relu(), then), out
+
+    assert trace(Uses(both, w=(7, D), then=(5, 4)), (X,)).readings["w"].split == row_blocks((7, D), (4, 3))

@@ -84,6 +84,18 @@ class Features:
         if codes.numel():
             noted.append(torch.unique(codes))  # as one number each: sorting rows is slow
 
+    def are_all_read(self, source: int) -> bool:
+        """Whether something reads each output, where something reads any."""
+        found = self.sources[source]
+        second = {code % found.n_out for code in torch.cat(found.halves).tolist()} if found.halves else set[int]()
+        second |= {place for code in self._added(found) for place in divmod(code, found.n_out)}
+        return not found.has_ends or set((found.ends == 0).nonzero().flatten().tolist()) <= second
+
+    @staticmethod
+    def _added(source: Source) -> list[int]:
+        found: list[int] = torch.unique(torch.cat(source.pairs)).tolist() if source.pairs else []
+        return found
+
     def classes(self, source: int) -> list[int]:
         """For each output the number of its class, in order of first appearance."""
         found = self.sources[source]
@@ -91,9 +103,9 @@ class Features:
         for code in torch.cat(found.halves).tolist() if found.halves else ():
             first, second = divmod(code, found.n_out)
             ends[second] = ends[first]
-        if found.pairs:
-            codes = torch.unique(torch.cat(found.pairs)).tolist()
-            ends = _together(ends, [divmod(code, found.n_out) for code in codes])
+        added = self._added(found)
+        if added:
+            ends = _together(ends, [divmod(code, found.n_out) for code in added])
         numbers: dict[int, int] = {}
         return [numbers.setdefault(end, len(numbers)) for end in ends]
 

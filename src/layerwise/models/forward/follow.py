@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -57,8 +58,9 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []
         self._real: dict[int, Tensor] = {}
         """Values of meta tensors that had some, by storage."""
-        self._places: dict[int, list[int]] = {}
-        """Sources of which these storages say where the largest was: who reads that lets them compete."""
+        self._ranked: dict[int, tuple[float, list[int]]] = {}
+        """Storages that say which outputs of these sources are the largest, with how many elements say all of it: who reads
+        fewer lets outputs compete."""
         for tensor in inputs:
             if tensor.dtype.is_floating_point:
                 self.mark_live(tensor)
@@ -72,11 +74,13 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark_outputs(self, outputs: Iterable[Tensor]) -> None:
         """These are what the model returns: products that are still in them, and were read by nothing else, are heads."""
-        for tensor in outputs:
-            for source, labels in self.labels.of(tensor).items():
-                found = self.features.sources[source]
-                if not found.has_ends and not found.is_joined and bool((labels >= 0).any()):
-                    found.is_output = True
+        returned = [item for tensor in outputs for item in self.labels.of(tensor).items()]
+        unread = {source for source, _ in returned if not self.features.sources[source].has_ends}
+        for source, labels in returned:
+            if source not in unread:
+                self.features.end(source, labels, "output")
+            elif bool((labels >= 0).any()):
+                self.features.sources[source].is_output = True
 
     # -- one operation -----------------------------------------------------------------------------
 
@@ -125,8 +129,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, call: _Call) -> None:
         held = {storage_of(tensor) for tensor in call.ins}
-        for source in (source for key in held if key in self._places for source in self._places[key]):
-            self.features.sources[source].is_router = True
+        self._compete(call.ins)
         is_view = not call.name.endswith("_") and all(storage_of(out) in held for out in call.outs)
         if is_view:
             return
@@ -141,6 +144,14 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         labelled = [(place, found) for place, tensor in enumerate(call.ins) if (found := self.labels.of(tensor))]
         for place, found in labelled:
             self._lose(found, call.name, place)
+
+    def _compete(self, tensors: Sequence[Tensor]) -> None:
+        """Who reads which outputs are the largest, but not the order of all of them, chooses."""
+        for tensor in tensors:
+            count, sources = self._ranked.get(storage_of(tensor), (0, []))
+            if tensor.numel() < count:
+                for source in sources:
+                    self.features.sources[source].is_router = True
 
     def _handler(self, func: Any, name: str) -> Callable[[_Call], None] | None:
         if name in ops.PRODUCTS:
@@ -431,10 +442,17 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         for source, labels in self.labels.of(call.args[0]).items():
             dims = tuple(range(labels.dim())) if dim is None or isinstance(dim, bool) else (dim,)
-            if not constant_along(labels, dims):
-                self.features.sources[source].is_router = True
+            if constant_along(labels, dims):
+                continue
+            for out in call.outs if call.name in ops.ORDERS else ():
+                self._rank(out, source, out.numel())
+            self.features.sources[source].is_router |= call.name not in ops.ORDERS
         self._end(self.labels.of(call.args[0]), 0)
         self._used(call.args[0], call.name)
+
+    def _rank(self, out: Tensor, source: int, count: float) -> None:
+        self._ranked.setdefault(storage_of(out), (count, []))[1].append(source)
+        self._kept.append(out)
 
     def _reduce(self, call: _Call) -> None:
         """Over tokens, features stay what they are; over features, they end here."""
@@ -445,8 +463,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not constant_along(labels, axes):
                 self._end({source: labels}, 0)
                 if call.name in ("max", "min") and len(call.outs) == 2:
-                    self._places.setdefault(storage_of(call.outs[1]), []).append(source)
-                    self._kept.append(call.outs[1])
+                    self._rank(call.outs[1], source, math.inf)
                 continue
             for axis in axes:
                 labels = labels.narrow(axis, 0, 1)

@@ -51,6 +51,8 @@ def _read_products(
     lost = next((source.not_followed for source in found if source.not_followed), "")
     if lost:
         return Reading(Role.UNSEEN, f"its outputs go through {lost}, which cannot be followed")
+    if not all(follower.features.are_all_read(number) for number in numbers):
+        return Reading(Role.UNSEEN, "the forward read only some of its outputs")
     if is_convolution:
         split: Split | str = _split_of_convolution(follower, shape, numbers)
     else:

@@ -42,7 +42,7 @@ def trace(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
         args, kwargs = tree_map(_bare, (tuple(args), dict(kwargs or {})))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         follower = Follower(params, given)
-        blocks = Blocks(root, follower.mark_live)
+        blocks = Blocks(root, follower.labels.of, follower.mark_live)
         problem = _run(root, follower, blocks, args, kwargs)
         readings: Readings = read_params(follower, {fqn: tuple(param.shape) for fqn, param in params.items()})
     if problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,19 @@ class Features:
             self._by_views[views] = len(self.sources)
             self.sources.append(Source(views, n_out, is_stack, torch.zeros(n_out, dtype=torch.int64, device="cpu")))
         return self._by_views[views]
+
+    def set_apart(self, source: int, count: int) -> None:
+        """The outputs are those of so many matrices, one after the other, and not of one."""
+        found = self.sources[source]
+        if found.is_stack:
+            return
+        if len(found.views) == 1:
+            view, each = found.views[0], found.n_out // count
+            found.views = tuple(
+                replace(view, offset=view.offset + number * each * view.strides[0], sizes=(each, view.sizes[1]))
+                for number in range(count)
+            )
+        found.is_stack = True
 
     def end(self, source: int, labels: Tensor, where: Hashable) -> None:
         """These outputs are read there, as that operand."""

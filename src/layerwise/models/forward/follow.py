@@ -16,6 +16,7 @@ from layerwise.models.forward import operations as ops
 from layerwise.models.forward.answers import Answers
 from layerwise.models.forward.features import Features
 from layerwise.models.forward.labels import NONE, Labels, LabelsBySource, constant_along
+from layerwise.models.forward.lanes import Lanes
 from layerwise.models.forward.products import along_axis, outputs_of_convolution, outputs_of_product
 from layerwise.models.forward.weights import Weights, storage_of
 
@@ -43,6 +44,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.features = Features()
         self.answers = Answers()
         self.labels = Labels(self.features.halves)
+        self._lanes = Lanes(self.features)
+        self._shapes = {fqn: tuple(param.shape) for fqn, param in params.items()}
         self.looked_up: set[str] = set()
         self.other_uses: dict[str, Counter[str]] = {}
         """What is done with params that is no product, by operation."""
@@ -178,7 +181,10 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_of_params or any(storage_of(tensor) in self._live for tensor in ins):
             for out in outs:
                 self.mark_live(out)
-        if not is_product and any(storage_of(tensor) in self._raw for tensor in ins):
+        if is_product:
+            return
+        self._lanes.pass_on_gates(ins, outs)
+        if any(storage_of(tensor) in self._raw for tensor in ins):
             self._raw.update(storage_of(out) for out in outs)
 
     def _is_live(self, tensor: object) -> bool:
@@ -219,10 +225,18 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self.weights.holds(call.args[0]):
                 self._end(self.labels.of(call.args[0]), 2)
         if self.weights.holds(right):
-            labels = self._labelled(right, call.outs[0], is_right=True)
+            lengths = self._lanes.runs(left)
+            if lengths:
+                self._in_lanes(right, lengths, call.outs[0])
+            else:
+                labels = self._labelled(right, call.outs[0], is_right=True)
+            if any(self.features.sources[source].is_stack for source in labels):
+                self._lanes.meet_stack(left)
             self._used(left, "input of a product")
         elif self.weights.holds(left):
             labels = self._labelled(left, call.outs[0], is_right=False)
+        else:
+            self._lanes.gate_as_product(left, right, call.outs[0])
         self.labels.put(call.outs[0], labels)
 
     def _labelled(self, weight: Tensor, out: Tensor, *, is_right: bool) -> LabelsBySource:
@@ -235,7 +249,19 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return {}
         if not found:
             self._used(weight, "vector product")
+        for source in found:
+            self._lanes.begin(out, {source: found[source]}, self._shapes[self.features.sources[source].fqn])
         return found
+
+    def _in_lanes(self, weight: Tensor, lengths: Sequence[int], out: Tensor) -> None:
+        """Inputs of experts side by side: the product is the sum of one for each of them."""
+        start = 0
+        for length in lengths:
+            labels = self._labelled(weight.narrow(-2, start, length), out, is_right=True)
+            start += length
+            self._end(labels, "stream")
+            for source in labels:
+                self.features.sources[source].is_joined = True
 
     def _grouped_product(self, call: _Call) -> None:
         """Rows in groups, each with an entry of a stack: any entry will do for the labels."""
@@ -282,6 +308,9 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _elementwise(self, call: _Call) -> None:
         out = call.outs[0]
+        if call.name.removesuffix("_") == "mul":
+            self._lanes.gate(call.ins, out)
+        self._lanes.carry(call.ins, out)
         held = [tensor for tensor in call.ins if self.weights.holds(tensor)]
         if held and not any(self._is_live(tensor) for tensor in call.ins):
             self._of_params(call.name, held, out)
@@ -297,6 +326,10 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if call.name.endswith("_"):
                 self.labels.put(out, {})
             return
+        if call.name == "_softmax" and not all(
+            constant_along(labels, (call.args[1],)) for labels in labelled[0][2].values()
+        ):
+            self._lanes.mark_gates(out)
         spread = [item for item in labelled if item[1].numel() != out.numel()]
         full = [item for item in labelled if item[1].numel() == out.numel()]
         for place, _, found in spread:  # a gain of something larger, no part of it
@@ -359,6 +392,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._of_params(call.name, [source], out)
             return
         self.labels.put(out, self.labels.of(source))
+        self._lanes.carry([source], out)
         if out.is_meta and (not source.is_meta or storage_of(source) in self._real):
             self._real[storage_of(out)] = self._value(source).contiguous()
             self._kept.append(out)
@@ -444,6 +478,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dims = tuple(range(labels.dim())) if dim is None or isinstance(dim, bool) else (dim,)
             if constant_along(labels, dims):
                 continue
+            for out in call.outs:
+                self._lanes.mark_gates(out)
             for out in call.outs if call.name in ops.ORDERS else ():
                 self._rank(out, source, out.numel())
             self.features.sources[source].is_router |= call.name not in ops.ORDERS

@@ -127,7 +127,7 @@ def look_at(model_type: str) -> dict[str, Any]:
     try:
         routes = route_params(table)
     except RefusedError as error:
-        refused = {param.fqn for refusal in error.refusals for param in refusal.params}
+        refused = {param.fqn for param in error.params}
         routes = route_params(type(table)(tuple(param for param in table if param.fqn not in refused)))
     started = time.perf_counter()
     traced = trace_model(model)

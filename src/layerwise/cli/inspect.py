@@ -49,7 +49,7 @@ from layerwise.routing.evidence import Evidence
 from layerwise.routing.files import read_rules, rules_to_toml
 from layerwise.routing.readings import Role
 from layerwise.routing.record import read_routing, routing_to_json
-from layerwise.routing.refusals import RefusedError
+from layerwise.routing.refusals import RefusedError, fold_refusals
 from layerwise.routing.rules import RouteRule, explain, refuse_fallbacks, route_param, route_params, suspicion
 from layerwise.units import format_count, format_nbytes
 
@@ -248,19 +248,16 @@ def _plan_and_rows(
 def _offer_rules(module: nn.Module, source: ModelSource, error: RefusedError) -> None:
     """TOML to paste that covers every refused param: as its forward shows it, where that can be followed."""
     from layerwise.cli import seen
+    from layerwise.models.table import param_table
 
     try:
         readings = seen.follow(module, source).readings
     except ConfigError:  # without inputs
         readings = {}
-    rules = []
-    is_known = True
-    for refusal in error.refusals:
-        reading = readings.get(refusal.first.fqn)
-        split = reading.split if reading is not None and reading.role is Role.MAP else None
-        is_known = is_known and split is not None
-        rules.append(RouteRule(pattern=refusal.pattern, to="matrix", split=split or "whole"))
-    doubt = "" if is_known else "; 'whole' is a guess where the forward was not seen"
+    refusals = fold_refusals(error.params, readings, param_table(module).by_name)
+    rules = [RouteRule(pattern=refusal.pattern, to="matrix", split=refusal.split or "whole") for refusal in refusals]
+    guessed = [refusal.pattern for refusal in refusals if refusal.split is None]
+    doubt = f"; not seen there, so that 'whole' is a guess: {listed(guessed)}" if guessed else ""
     note(f"rules for --rules FILE, as the forward uses these params{doubt}:\n\n{rules_to_toml(rules)}")
 
 

@@ -468,6 +468,21 @@ def test_all_refused_params_are_named_at_once_with_patterns_that_cover_them() ->
     assert all(route.family == "matrix" for fqn, route in route_params(table, rules).items() if fqn != "norm.weight")
 
 
+def test_a_pattern_covers_no_param_of_another_shape() -> None:
+    """Stages that grow: one glob over all of them would give each the split of the first."""
+    widths = {"stages.0.0": 4, "stages.0.1": 4, "stages.1.0": 8, "stages.1.1": 8}
+    shapes = {f"{name}.qkv.weight": (3 * width, width) for name, width in widths.items()}
+    fused = [spec(fqn, shape, LINEAR, "Linear", looks_fused="qkv") for fqn, shape in shapes.items()]
+    table = ParamTable((*fused, spec("stages.2.0.qkv.weight", (5, 5), LINEAR, "Linear")))
+    with pytest.raises(RefusedError) as caught:
+        route_params(table)
+    found = [(refusal.pattern, refusal.first.shape) for refusal in caught.value.refusals]
+    assert found == [("stages.0.*.qkv.weight", (12, 4)), ("stages.1.*.qkv.weight", (24, 8))]
+    rules = [RouteRule(pattern=name, to="matrix", row_blocks=(rows // 3,) * 3) for name, (rows, _) in found]
+    routed = route_params(table, rules)
+    assert [len(routed[param.fqn].matrices) for param in table] == [3, 3, 3, 3, 1]
+
+
 def test_an_innocent_param_of_a_refused_model_has_a_route() -> None:
     assert route_param(spec("norm.weight", (4,), NORM, "LayerNorm")).family == "other"
     with pytest.raises(

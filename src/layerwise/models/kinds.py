@@ -15,7 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from layerwise.models import names
-from layerwise.models.known import is_transposed_linear
+from layerwise.models.known.classes import is_transposed_linear
 from layerwise.models.names import joined
 from layerwise.routing.spec import ModuleKind
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from layerwise.models import names
 from layerwise.models.kinds import place_of, weight_shape
-from layerwise.models.known import is_transposed_linear, known_splits
+from layerwise.models.known.classes import is_transposed_linear, known_splits
 from layerwise.models.names import joined
 from layerwise.routing.split import Split, row_blocks, transposed
 

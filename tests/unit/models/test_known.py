@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layerwise.models.known import is_transposed_linear, known_splits
+from layerwise.models.known.classes import is_transposed_linear, known_splits
 from layerwise.models.table import param_table
 from layerwise.routing.rules import Route, RouteRule, route_params
 from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed

@@ -252,3 +252,13 @@ def test_kernels_that_are_predicted_are_those_of_each_layer() -> None:
         "kernel_conv.weight": row_blocks((24, 3, 3), (12, 12)),
         "bias_conv.weight": row_blocks((8, 3, 3), (4, 4)),
     }
+
+
+def test_pairs_that_are_added_to_gate_and_up_are_halves_like_them() -> None:
+    module = class_named("Zamba2MLP", gate_up_proj=nn.Linear(4, 12))
+    pair = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 12))
+    module.gate_up_proj_adapter_list = nn.ModuleList([nn.Identity(), pair])
+    assert known_splits(module) == {
+        "gate_up_proj.weight": row_blocks((12, 4), (6, 6)),
+        "gate_up_proj_adapter_list.1.1.weight": row_blocks((12, 2), (6, 6)),
+    }

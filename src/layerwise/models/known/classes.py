@@ -76,7 +76,7 @@ _KNOWN: dict[str, Describe] = {
     "GlmMLP": _GATE_UP,
     "Glm4MLP": _GATE_UP,
     "EsmFold2SwiGLU": _GATE_UP,
-    "Zamba2MLP": _GATE_UP,
+    "Zamba2MLP": mixers.adapted_gate_up,
     "Glm4vTextMLP": _GATE_UP,
     "GlmImageTextMLP": _GATE_UP,
     "GlmOcrTextMLP": _GATE_UP,

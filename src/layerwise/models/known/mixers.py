@@ -96,6 +96,14 @@ def hyper_connections(module: nn.Module) -> Mapping[str, Split]:
     return {"fn": row_blocks(rows, those_there(streams, streams, rest))}
 
 
+def adapted_gate_up(module: nn.Module) -> Mapping[str, Split]:
+    """Zamba 2: gate and up, to which each layer that shares them adds a low-rank pair of its own."""
+    added = getattr(module, "gate_up_proj_adapter_list", ())
+    pairs = (f"gate_up_proj_adapter_list.{number}.1.weight" for number in range(len(added)))
+    names = ["gate_up_proj.weight", *(name for name in pairs if shape_of(module, name))]
+    return {name: blocks(name, 2)(module)[name] for name in names}
+
+
 def rows_of_layers(module: nn.Module) -> Mapping[str, Split]:
     """A projection whose rows belong to the layers of the model, one after the other."""
     name = "per_layer_model_projection.weight"

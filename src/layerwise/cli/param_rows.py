@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -133,7 +134,7 @@ def rows_of(plan: Plan, config: TrainConfig) -> list[ParamRow]:
                 bucket=plan.bucket_of.get(param.fqn),
                 numel=param.numel,
                 nbytes=kept_nbytes(param, plan.options.param_gather),
-                flops=sum(_flops(rule, *shape) for shape in matrices),
+                flops=sum(count * _flops(rule, *shape) for shape, count in Counter(matrices).items()),
             )
         )
     return rows

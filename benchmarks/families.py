@@ -1,19 +1,21 @@
 """Every model type that transformers can build from its config: what following its forward shows, against what routing says.
 
-    python -m benchmarks.families [TYPE ...]      writes benchmarks/results/families.json, one type after the other
+    python -m benchmarks.families [--workers=N] [--to=FILE] [TYPE ...]     writes benchmarks/results/families.json
 
-Types are built on the meta device from their default configs, with fewer layers where the config lets them be few.
+Types are built on the meta device from their default configs, with fewer layers where the config lets them be few. Without
+types, all are looked at anew; with some, what was found of the others stays.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import io
 import json
+import multiprocessing
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -36,7 +38,8 @@ from layerwise.routing.refusals import RefusedError, starred
 from layerwise.routing.rules import route_params
 
 RESULT = Path(__file__).parent / "results" / "families.json"
-_LIMIT_S = 45
+_LIMIT_S = 60
+"""Of CPU: what else the machine does decides nothing."""
 _FEW = 4
 _LAYERS = (
     "num_hidden_layers",
@@ -81,11 +84,19 @@ def _shorten(config: Any) -> None:
     for part in configs_of(_Holder(config)):
         for name in _LAYERS:
             count = getattr(part, name, None)
-            if isinstance(count, int) and count > _FEW:
+            if isinstance(count, int) and count > _FEW and not _names_layers(part, count):
                 setattr(part, name, _FEW)
                 for key, value in list(vars(part).items()):
                     if isinstance(value, list) and len(value) == count:
                         setattr(part, key, value[:_FEW])
+
+
+def _names_layers(config: Any, count: int) -> bool:
+    """Whether a config names some of its layers by number: such a model is not built with fewer."""
+    lists = [value for value in vars(config).values() if isinstance(value, list) and value and len(value) != count]
+    return any(
+        all(type(item) is int and 0 <= item <= count for item in found) and max(found) >= _FEW for found in lists
+    )
 
 
 class _Holder(nn.Module):
@@ -119,7 +130,7 @@ def look_at(model_type: str) -> dict[str, Any]:
     try:
         routes = route_params(table)
     except RefusedError as error:
-        refused = {param.fqn for refusal in error.refusals for param in refusal.params}
+        refused = {param.fqn for param in error.params}
         routes = route_params(type(table)(tuple(param for param in table if param.fqn not in refused)))
     started = time.perf_counter()
     traced = trace_model(model)
@@ -170,41 +181,57 @@ def _limited(seconds: int) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"not done within {seconds} s")
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def main() -> None:
+def _prepare() -> None:
     warnings.filterwarnings("ignore")
     import transformers
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    arguments = sys.argv[1:]
-    path = Path(arguments.pop(0).removeprefix("--to=")) if arguments and arguments[0].startswith("--to=") else RESULT
-    results: dict[str, Any] = json.loads(path.read_text())["types"] if path.exists() else {}
-    for model_type in arguments or model_types():
-        try:
-            with _limited(_LIMIT_S), contextlib.redirect_stdout(io.StringIO()):
-                found = look_at(model_type)
-        except Exception as error:
-            found = {"built": True, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-        results[model_type] = found
-        summary = {key: value if isinstance(value, int | float | str) else len(value) for key, value in found.items()}
-        print(model_type, summary, flush=True)
-        types = dict(sorted(results.items()))
-        document = {
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "summary": summary_of(types),
-            "types": types,
-        }
-        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _found(model_type: str) -> tuple[str, dict[str, Any]]:
+    try:
+        with _limited(_LIMIT_S), contextlib.redirect_stdout(io.StringIO()):
+            return model_type, look_at(model_type)
+    except Exception as error:
+        return model_type, {"built": True, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    finally:
         gc.collect()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--to", type=Path, default=RESULT)
+    parser.add_argument("--workers", type=int, default=1)
+    asked = parser.parse_args()
+    _prepare()
+    import transformers
+
+    results: dict[str, Any] = json.loads(asked.to.read_text())["types"] if asked.types and asked.to.exists() else {}
+    with multiprocessing.get_context("spawn").Pool(asked.workers, _prepare) as pool:
+        for model_type, found in pool.imap_unordered(_found, asked.types or model_types()):
+            results[model_type] = found
+            counts = {
+                key: value if isinstance(value, int | float | str) else len(value) for key, value in found.items()
+            }
+            print(model_type, counts, flush=True)
+            types = dict(sorted(results.items()))
+            document = {
+                "transformers": transformers.__version__,
+                "torch": torch.__version__,
+                "summary": summary_of(types),
+                "types": types,
+            }
+            asked.to.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

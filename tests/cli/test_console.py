@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+from rich.console import Console
 
 from layerwise.cli import console
 from layerwise.cli.exits import complain
@@ -57,6 +58,27 @@ def test_a_pipe_gets_plain_lines_without_a_bar(capsys: pytest.CaptureFixture[str
 def test_tables_keep_brackets_and_have_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_table("title", ("name", "size"), [("a[0]", "12"), ("long name [bold]", "3")], right=("size",))
     assert capsys.readouterr().out == "title\nname              size\na[0]                12\nlong name [bold]     3\n"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_table_on_a_terminal_keeps_numbers_whole_and_names_their_end(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        console, "make_console", lambda: Console(file=screen, width=width, force_terminal=True, color_system=None)
+    )
+    rows = [
+        ("model.layers.{0..47}.mlp.experts.gate_up_proj", "512x1024x2048", "muon", "1024 of 512x2048", "192.0 GiB", "is known, " * 9),
+        ("model.embed_tokens.weight", "151936x2048", "adamw", "", "1.2 GiB", "is an embedding table"),
+    ]  # fmt: skip
+    columns = ("param", "shape", "route", "matrices", "size", "why")
+    console.print_table("title", columns, rows, right=("size",), optional=("size", "matrices"))
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert any("experts.gate_up_proj" in line and "512x1024x2048   muon" in line for line in lines)
+    assert any("model.embed_tokens.weight" in line and "151936x2048" in line for line in lines)
+    assert ("1024 of 512x2048" in screen.getvalue()) == (width == 120)
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", "one\ntwo\n"), ("3", "[rank 3] one\n[rank 3] two\n")])

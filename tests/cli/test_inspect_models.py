@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from layerwise.cli.inspect import plan_for, rows_of
+from layerwise.cli.inspect import plan_for
 from layerwise.cli.main import main
+from layerwise.cli.param_rows import rows_of
 from layerwise.config.schema import TrainConfig
 from layerwise.layout.cost import newton_schulz_flops
 from tests.cli.test_main import layerwise

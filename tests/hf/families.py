@@ -26,6 +26,27 @@ def _idefics3() -> tuple[type, Config]:
     return transformers.Idefics3ForConditionalGeneration, config
 
 
+def _mllama() -> tuple[type, Config]:
+    text = {
+        "num_hidden_layers": 2,
+        "cross_attention_layers": [1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    vision = {
+        "num_hidden_layers": 1,
+        "num_global_layers": 1,
+        "intermediate_layers_indices": [0],
+        "vision_output_dim": 2560,
+    }
+    config = transformers.MllamaConfig(text_config=text, vision_config=vision)
+    return transformers.MllamaForConditionalGeneration, config
+
+
+def _qwen2_vl() -> tuple[type, Config]:
+    config = transformers.Qwen2VLConfig(text_config={"num_hidden_layers": 1}, vision_config={"depth": 1})
+    return transformers.Qwen2VLForConditionalGeneration, config
+
+
 def _dbrx() -> tuple[type, Config]:
     config = transformers.DbrxConfig(n_layers=1, d_model=48, n_heads=4, vocab_size=97)
     config.attn_config.rope_theta, config.attn_config.clip_qkv = 10_000.0, 8.0  # its defaults have none
@@ -49,7 +70,9 @@ FAMILIES: dict[str, Callable[[], tuple[type, Config]]] = {
     "kimi_linear": _of("KimiLinearForCausalLM", "KimiLinearConfig", num_hidden_layers=4),
     "lfm2": _of("Lfm2ForCausalLM", "Lfm2Config", num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"]),
     "llava": _llava,
+    "mllama": _mllama,
     "parakeet_ctc": _of("ParakeetForCTC", "ParakeetCTCConfig", encoder_config={"num_hidden_layers": 1}),
+    "qwen2_vl": _qwen2_vl,
     "qwen3_5": _of("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", num_hidden_layers=4),
     "qwen3_next": _of("Qwen3NextForCausalLM", "Qwen3NextConfig", num_hidden_layers=4, num_experts=12),
     "recurrent_gemma": _of("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", num_hidden_layers=3),

@@ -25,6 +25,7 @@ from tests.marks import sampled
 NOT_SEEN = {
     "llava": ("model.multi_modal_projector.",),  # what joins the towers needs images among the tokens
     "idefics3": ("model.connector.",),
+    "qwen2_vl": ("model.visual.merger.mlp.2.",),
     "xlnet": ("transformer.layer.", "transformer.mask_emb"),  # relative segments, which one text does not have
     "wav2vec2": (),
 }

@@ -22,8 +22,10 @@ from layerwise.units import format_count, format_seconds
 
 _FILE_WIDTH = 198
 """Of tables in a file or a pipe: lines stay below 200 characters."""
-_LEAST, _LEAST_OF_NAMES, _NARROW, _GAP = 20, 34, 10, 3
-"""Characters that the last column keeps, that names keep, that others keep, and between two columns."""
+_LEAST, _LEAST_OF_NAMES, _LEAST_OF_OTHERS, _GAP = 20, 26, 16, 3
+"""Characters that the last column keeps, that names keep, that others keep (a shape is not broken), and between two columns."""
+_SHARE_OF_NAMES, _SHARE = 0.35, 0.3
+"""Of the width: what names keep, and what they give way to the last column for."""
 _PLAIN_WIDTH = 10_000  # a file has no width, so nothing is wrapped or cut there
 
 
@@ -168,29 +170,29 @@ def _fitted(
     columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
 ) -> tuple[list[str], list[list[str]], list[int]]:
     """Columns and cells that fit into so many characters, and how many each column has."""
+    full = [max([len(column), *(len(row[n]) for row in rows)]) for n, column in enumerate(columns)]
     kept = list(range(len(columns)))
 
-    def widths() -> list[int]:
-        return [max([len(columns[n]), *(len(row[n]) for row in rows)]) for n in kept]
+    def names() -> int:
+        """Long names give way to the last column until it has a share of the width, but keep a share of their own."""
+        others = sum(full[n] for n in kept[1:-1]) + _GAP * len(kept)
+        return min(full[0], max(_LEAST_OF_NAMES, int(width * _SHARE_OF_NAMES), width - others - int(width * _SHARE)))
 
     def room() -> int:
-        return width - sum(widths()[:-1]) - _GAP * len(kept)
+        return width - names() - sum(full[n] for n in kept[1:-1]) - _GAP * len(kept)
 
     for name in optional:
         if room() < _LEAST and name in columns:
             kept.remove(list(columns).index(name))
     cells = [[row[n] for n in kept] for row in rows]
-    found = widths()
+    found = [names(), *(full[n] for n in kept[1:])]
     lacking = _LEAST - room()
-    if lacking > 0:
-        found[0] = max(min(found[0], _LEAST_OF_NAMES), found[0] - lacking)
-        lacking = _LEAST - (width - sum(found[:-1]) - _GAP * len(kept))
-    for number in sorted(range(1, len(kept) - 1), key=lambda n: -found[n]):
+    for number in sorted(range(len(kept) - 1), key=lambda n: (n > 0, -found[n])):
         if lacking > 0:
-            less = min(lacking, max(0, found[number] - _NARROW))
+            less = min(lacking, max(0, found[number] - (_LEAST_OF_OTHERS if number else _LEAST_OF_NAMES)))
             found[number] -= less
             lacking -= less
-    found[-1] = max(_NARROW, width - sum(found[:-1]) - _GAP * len(kept))
+    found[-1] = max(_LEAST // 2, width - sum(found[:-1]) - _GAP * len(kept))
     for row in cells:
         row[0] = _without_middle(row[0], found[0])
         if width == _FILE_WIDTH and len(row[-1]) > found[-1]:
@@ -199,8 +201,21 @@ def _fitted(
 
 
 def _without_middle(name: str, width: int) -> str:
-    """`model.la..self_attn.q_proj.weight`: the end of a long name says most, and its beginning where it is."""
+    """`model.la..self_attn.q_proj.weight`: the end of a long name says most, and its beginning where it is.
+
+    >>> _without_middle("model.layers.{0..31}.self_attn.q_proj.weight", 34)
+    'model.lay..self_attn.q_proj.weight'
+    """
     if len(name) <= width:
         return name
-    left = (width - 2) // 4
-    return f"{name[:left]}..{name[len(name) - (width - 2 - left) :]}"
+    most = width - 2 - (width - 2) // 4
+    starts = (at + 1 for at, letter in enumerate(name) if letter == "." and name[at + 1 : at + 2] not in ("", "."))
+    start = next((at for at in starts if len(name) - at <= most and not name[at].isdecimal()), len(name))
+    if len(name) - start < most // 2:  # the part before is a long one: most of it is better than nothing
+        start = len(name) - most
+    left, right = name[: width - 2 - (len(name) - start)], name[start:]
+    if left.count("{") > left.count("}"):  # half of a range says nothing
+        left = left[: left.rindex("{")]
+    if right.count("}") > right.count("{"):
+        right = right[right.index("}") + 1 :]
+    return f"{left.rstrip('.')}..{right.lstrip('.')}"

@@ -87,7 +87,7 @@ def show(module: nn.Module, source: ModelSource, rules: Sequence[RouteRule], *, 
     found = follow(module, source)
     rows = rows_of(table, rules, found)
     wrong = [row for row in rows if row.routing in ("differs", "refused")]
-    toml = rules_to_toml(rules_for([Disagreement(row.param, _NOTHING, row.reading) for row in wrong]))
+    toml = rules_to_toml(rules_for([Disagreement(row.param, _NOTHING, row.reading) for row in wrong], table.by_name))
     if as_json:
         print(json.dumps({"problem": found.problem, "params": [row.to_json() for row in rows], "rules": toml}))
         return OK
@@ -122,7 +122,7 @@ def _routes(table: ParamTable, rules: Sequence[RouteRule]) -> tuple[Mapping[str,
     try:
         return route_params(table, rules), set()
     except RefusedError as error:
-        refused = {param.fqn for refusal in error.refusals for param in refusal.params}
+        refused = {param.fqn for param in error.params}
         return route_params(ParamTable(tuple(p for p in table if p.fqn not in refused)), rules), refused
     except ValueError as error:
         raise ConfigError([Problem("routing", str(error))]) from error

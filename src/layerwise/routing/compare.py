@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from layerwise.routing.defaults import low_rank
 from layerwise.routing.matrices import Matrix, matrices_of
 from layerwise.routing.readings import Reading, Readings, Role
-from layerwise.routing.refusals import starred
+from layerwise.routing.refusals import globs, starred
 from layerwise.routing.rules import Route, RouteRule
 from layerwise.routing.spec import ParamSpec
 
@@ -64,14 +64,17 @@ def _elements(matrices: Sequence[Matrix]) -> set[tuple[object, ...]]:
     return {(matrix.grid, matrix.box, matrix.transposed and min(matrix.rows, matrix.cols) > 1) for matrix in matrices}
 
 
-def rules_for(disagreements: Sequence[Disagreement]) -> list[RouteRule]:
-    """Rules that make routing say what was seen, one for all layers of a kind."""
-    found: dict[tuple[object, ...], RouteRule] = {}
+def rules_for(disagreements: Sequence[Disagreement], others: Iterable[str] = ()) -> list[RouteRule]:
+    """Rules that make routing say what was seen, one for all layers of a kind; none of them matches one of the `others`."""
+    groups: dict[tuple[object, ...], list[Disagreement]] = {}
     for item in disagreements:
-        pattern = starred(item.param.fqn)
-        key = (pattern, item.reading.family, item.reading.split)
-        if item.reading.family == "matrix":
-            found.setdefault(key, RouteRule(pattern=pattern, to="matrix", split=item.reading.split))
-        else:
-            found.setdefault(key, RouteRule(pattern=pattern, to="other"))
-    return list(found.values())
+        split = item.reading.split if item.reading.family == "matrix" else None
+        groups.setdefault((starred(item.param.fqn), item.reading.family, split), []).append(item)
+    patterns = globs([[item.param.fqn for item in items] for items in groups.values()], others)
+    return [
+        RouteRule(pattern=pattern, to="matrix", split=items[0].reading.split)
+        if family == "matrix"
+        else RouteRule(pattern=pattern, to="other")
+        for ((_, family, _), items), found in zip(groups.items(), patterns, strict=True)
+        for pattern, _ in found
+    ]

@@ -17,7 +17,7 @@ Family = Literal["matrix", "other", "frozen"]
 
 _HEAD_NAMES = frozenset({"head", "output", "unembed", "unembedding", "classifier", "score", "embed_out"})
 """And whatever ends in `_head`."""
-_TABLE_WORDS = ("embed", "pos", "token")
+_TABLE_WORDS = ("embed", "pos", "token", "ape")
 _ROUTER_NAMES = frozenset({"router", "router_proj", "gate_network"})
 _LORA_STARTS = ("lora_a", "lora_b", "lora_embedding_a", "lora_embedding_b")
 _STATE_SPACE_NAMES = frozenset({"A_log", "dt_bias"})
@@ -93,14 +93,14 @@ def _too_small(param: ParamSpec) -> str | None:
         return "has no elements"
     if len(param.shape) == 0:
         return "is a scalar"
-    return "is a vector (a scale or a gate), not a matrix" if len(param.shape) == 1 else None
+    return "is a vector, not a matrix" if len(param.shape) == 1 else None
 
 
 def _embedding(param: ParamSpec) -> str | None:
     if param.module_kind is not ModuleKind.EMBEDDING and ModuleKind.EMBEDDING not in param.alias_kinds:
         return None
-    if _leaf(param) != "weight" and not param.aliases:
-        return f"is held by {param.module_type}, a class of embeddings: a table of inputs, going by that name"
+    if _leaf(param) != "weight":
+        return None  # a class that is called so holds it: a name, which comes last
     tied = f", tied to {_first_tie(param)!r}" if param.aliases else ""
     return f"is an embedding table ({param.module_type}{tied}): its rows are looked up, not multiplied"
 
@@ -138,10 +138,12 @@ def _router(param: ParamSpec) -> str | None:
 
 
 def _one_sided(param: ParamSpec) -> str | None:
-    if param.module_kind is ModuleKind.LINEAR and len(param.shape) == 2 and min(param.shape) == 1 and not param.split:
+    if len(param.shape) != 2 or min(param.shape) != 1 or param.split:
+        return None
+    if param.module_kind is ModuleKind.LINEAR:
         side = "onto" if param.shape[0] == 1 else "from"
         return f"is a linear layer {side} one number (a gate or a score): a vector, not a matrix"
-    return None
+    return "has one row, or one column: a vector, not a matrix"
 
 
 def _grouped_conv(param: ParamSpec) -> str | None:
@@ -173,16 +175,18 @@ def _conv(param: ParamSpec) -> str | None:
 
 def _broadcast(param: ParamSpec) -> str | None:
     if len(param.shape) == 3 and param.shape[0] == 1 and param.split is None:
-        return (
-            "has a leading dim of 1, so it is added across the batch (a table of positions or tokens), not multiplied"
-        )
+        return "has a leading dim of 1, so it is one for all of a batch (a table of positions or tokens): no map"
     return None
 
 
 def _table_by_name(param: ParamSpec) -> str | None:
     leaf = _leaf(param)
     found = next((word for word in _TABLE_WORDS if any(part.startswith(word) for part in leaf.split("_"))), None)
-    return f"looks like a table by its name ({found!r} in {leaf!r})" if found else None
+    if found:
+        return f"looks like a table by its name ({found!r} in {leaf!r})"
+    if param.module_kind is ModuleKind.EMBEDDING:
+        return f"is held by {param.module_type}, a class of embeddings: a table of inputs, going by that name"
+    return None
 
 
 def _stack(param: ParamSpec) -> str | None:

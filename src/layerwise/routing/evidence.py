@@ -70,8 +70,7 @@ def route_by(
     try:
         routes = route_params(table, rules, strict=strict, decide=decide)
     except RefusedError as error:
-        refused = [param for refusal in error.refusals for param in refusal.params]
-        raise RefusedError(fold_refusals(refused, evidence.readings)) from None
+        raise RefusedError(fold_refusals(error.params, evidence.readings, table.by_name)) from None
     differ = [] if evidence.decides else compare(table, routes, evidence.readings)
     if differ:
         raise DisagreementError(differ)

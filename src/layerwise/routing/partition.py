@@ -64,6 +64,8 @@ def split_of(shape: tuple[int, ...], uses: Sequence[Use], *, one_for_all: bool) 
     rectangles = [rectangle for rectangle in found if rectangle is not None]
     if len(rectangles) < len(found):
         return "a part of it is multiplied that is no block of rows or columns"
+    if first and len({(found.entry, found.rows) for found in rectangles}) > len({found.entry for found in rectangles}):
+        return "its outputs are an axis outside that of its inputs, which no split can say"
     along_rows = _axis(rectangles, n_rows, rows=True)
     along_cols = _axis(rectangles, pitch, rows=False)
     if one_for_all and along_rows is None:

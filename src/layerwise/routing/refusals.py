@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
 
 from layerwise.routing.readings import Reading, Readings, Role
 from layerwise.routing.spec import ParamSpec
@@ -17,6 +19,29 @@ def starred(fqn: str) -> str:
     'model.layers.*.attn.qkv.weight'
     """
     return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
+
+
+def globs(groups: Sequence[Sequence[str]], others: Iterable[str] = ()) -> list[list[tuple[str, list[int]]]]:
+    """For each group of names, globs that match its members and no other name, with the places of the members that each
+    covers: over all layers, or over those numbers that differ, or else each name by itself.
+
+    >>> globs([["a.0.w", "a.1.w"], ["b.0.w", "b.2.w"], ["b.1.w"]])
+    [[('a.*.w', [0, 1])], [('b.0.w', [0]), ('b.2.w', [1])], [('b.1.w', [0])]]
+    """
+    everybody = {*others, *chain(*groups)}
+    found = []
+    for group in groups:
+        rest = everybody.difference(group)
+        fitting = [glob for glob in (starred(group[0]), _narrow(group)) if not any(fnmatchcase(n, glob) for n in rest)]
+        together = [(fitting[0], list(range(len(group))))] if fitting and len(group) > 1 else []
+        found.append(together or [(name, [place]) for place, name in enumerate(group)])
+    return found
+
+
+def _narrow(group: Sequence[str]) -> str:
+    """Stars for the numbers in which the names differ."""
+    columns = zip(*(name.split(".") for name in group), strict=True)
+    return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +99,25 @@ class RefusedError(ValueError):
             sentences = [f"{count} params are refused:", *(f"  {text}" for text in sentences)]
         super().__init__("\n".join(sentences))
 
+    @property
+    def params(self) -> list[ParamSpec]:
+        """Every refused param."""
+        return [param for refusal in self.refusals for param in refusal.params]
 
-def fold_refusals(params: Sequence[ParamSpec], readings: Readings | None = None) -> list[Refusal]:
-    """Refused params by the pattern that covers them, in order of first appearance. A param alone is called by its name."""
+
+def fold_refusals(
+    params: Sequence[ParamSpec], readings: Readings | None = None, others: Iterable[str] = ()
+) -> list[Refusal]:
+    """Refused params by the pattern that covers them and no other of these names, in order of first appearance. A param
+    alone is called by its name."""
     groups: dict[tuple[object, ...], list[ParamSpec]] = {}
     known = readings or {}
     for param in params:
         key = (starred(param.fqn), param.shape, param.looks_fused, param.misfit, known.get(param.fqn))
         groups.setdefault(key, []).append(param)
+    patterns = globs([[member.fqn for member in members] for members in groups.values()], others)
     return [
-        Refusal(
-            starred(members[0].fqn) if len(members) > 1 else members[0].fqn, tuple(members), known.get(members[0].fqn)
-        )
-        for members in groups.values()
+        Refusal(pattern, tuple(members[place] for place in places), known.get(members[0].fqn))
+        for members, found in zip(groups.values(), patterns, strict=True)
+        for pattern, places in found
     ]

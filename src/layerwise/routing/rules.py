@@ -185,7 +185,7 @@ def route_params(
     if unmatched:
         raise ValueError(_never_matched(unmatched, rules, table))
     if refused:
-        raise RefusedError(fold_refusals(refused))
+        raise RefusedError(fold_refusals(refused, others=routes))
     if strict:
         refuse_fallbacks(table, routes)
     return routes

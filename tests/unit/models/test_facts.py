@@ -191,6 +191,19 @@ class Stages(nn.Module):
         self.wide_head = nn.Conv1d(8, 30, 3)
 
 
+def test_a_convolution_of_a_block_over_channels_that_only_the_input_has_is_an_input_layer() -> None:
+    def model(width: int) -> nn.Module:
+        blocks = nn.ModuleList(
+            nn.ModuleDict({"mix": nn.Conv1d(8, 8, 3), "read": nn.Conv1d(10, 8, 3)}) for _ in range(2)
+        )
+        found = nn.ModuleDict({"blocks": blocks, "fc": nn.Linear(8, width)})
+        found.config = SimpleNamespace(num_mel_bins=10)
+        return found
+
+    assert families(model(12))["blocks.1.read.weight"] == "other"
+    assert families(model(10))["blocks.1.read.weight"] == "matrix"  # the linear layer makes as many
+
+
 def test_input_layers_heads_and_biases_are_found_where_others_put_them() -> None:
     table = param_table(Stages())
     routes = route_params(table)

@@ -154,6 +154,36 @@ def chosen_experts(x: Tensor, router: Tensor, w: Tensor) -> Tensor:
     return total
 
 
+def gates_of(x: Tensor, router: Tensor) -> Tensor:
+    scores = F.linear(x, router).softmax(-1)
+    best, places = scores.topk(2)
+    return torch.zeros_like(scores).scatter(-1, places, best)
+
+
+def all_experts_at_once(x: Tensor, router: Tensor, w: Tensor, down: Tensor) -> Tensor:
+    """One product with all experts, whose outputs are gated and summed by the next."""
+    hidden = torch.einsum("btd,efd->btef", x, w).relu()
+    return torch.einsum("btef,efd->btd", hidden * gates_of(x, router).unsqueeze(-1), down)
+
+
+def gated_experts_at_once(x: Tensor, router: Tensor, w: Tensor, down: Tensor) -> Tensor:
+    """Stored (in, out), each with gate and up, and the gates of the router in the same sum."""
+    gate, up = torch.einsum("btd,edf->btef", x, w).chunk(2, -1)
+    return torch.einsum("bte,btef,efd->btd", gates_of(x, router), gate.relu() * up, down)
+
+
+def experts_summed_last(x: Tensor, router: Tensor, w: Tensor, down: Tensor) -> Tensor:
+    """No top-k: shares of all experts."""
+    hidden = torch.einsum("btd,edf->btef", x, w).relu()
+    return torch.einsum("bted,bte->btd", torch.einsum("btef,efd->bted", hidden, down), F.linear(x, router).softmax(-1))
+
+
+def heads_at_once(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+    """Heads are no experts: what they make is not chosen from."""
+    query, key, value = (torch.einsum("btd,hkd->bhtk", x, part) for part in w.chunk(3, 1))
+    return torch.einsum("bhtk,hkd->btd", (query @ key.transpose(-1, -2)).softmax(-1) @ value, out).relu()
+
+
 def rows_of_experts(x: Tensor, w: Tensor) -> Tensor:
     """Experts one below the other in a weight of two dims."""
     total = torch.zeros_like(x)
@@ -221,6 +251,26 @@ ODD: list[tuple[Callable[..., Tensor], dict[str, tuple[int, ...]], dict[str, Spl
         chosen_experts,
         {"router": (6, D), "w": (6, 24, D)},
         {"router": Role.ROUTER, "w": stack((6, 24, D), sizes=(12, 12))},
+    ),
+    (
+        all_experts_at_once,
+        {"router": (5, D), "w": (5, 7, D), "down": (5, 7, D)},
+        {"router": Role.ROUTER, "w": stack((5, 7, D)), "down": stack((5, 7, D), transposed=True)},
+    ),
+    (
+        gated_experts_at_once,
+        {"router": (5, D), "w": (5, D, 14), "down": (5, 7, D)},
+        {"w": stack((5, D, 14), transposed=True, sizes=(7, 7)), "down": stack((5, 7, D), transposed=True)},
+    ),
+    (
+        experts_summed_last,
+        {"router": (5, D), "w": (5, D, 7), "down": (5, 7, D)},
+        {"w": stack((5, D, 7), transposed=True), "down": stack((5, 7, D), transposed=True)},
+    ),
+    (
+        heads_at_once,
+        {"w": (H, 3 * K, D), "out": (H, K, D)},
+        {"w": interleaved_rows((36, D), H, (K, K, K)), "out": transposed((D, D))},
     ),
     (rows_of_experts, {"w": (48, D)}, {"w": Split(grid=(4, D, D), roles="arc")}),
     (three_dims_as_one, {"w": (H, K, D)}, {"w": whole((H * K, D))}),
@@ -348,3 +398,79 @@ def test_a_param_without_elements_is_not_seen_and_stops_nothing() -> None:
     assert found.problem == ""
     assert found.readings["tokens"].role is Role.UNSEEN
     assert found.readings["proj.weight"].role is Role.MAP
+
+
+def test_heads_whose_outputs_are_added_are_heads() -> None:
+    def mean_of_two(x: Tensor, hidden: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        x = F.linear(x, hidden).relu()
+        return (F.linear(x, one) + F.linear(x, other)) / 2
+
+    found = trace(Uses(mean_of_two, hidden=(D, D), one=(7, D), other=(7, D)), (X,)).readings
+    assert [found[name].role for name in ("hidden", "one", "other")] == [Role.MAP, Role.HEAD, Role.HEAD]
+
+
+class LayerOfItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.back = nn.Linear(D, K), nn.Linear(K, D)
+
+    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+        found: Tensor = x + self.back(self.gate(x).relu() * own)
+        return found
+
+
+class RowsOfLayers(nn.Module):
+    """A projection that makes something for each layer, of which each reads its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(D, 3 * K, bias=False)
+        self.layers = nn.ModuleList([LayerOfItsOwn() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.project(x).unflatten(-1, (3, K))
+        for number, layer in enumerate(self.layers):
+            x = layer(x, own[..., number, :])
+        return x
+
+
+def test_rows_that_each_layer_has_of_its_own_are_matrices_apart() -> None:
+    found = trace(RowsOfLayers(), (X,)).readings
+    assert found["project.weight"].split == row_blocks((3 * K, D), (K, K, K))
+    assert found["layers.2.gate.weight"].split == whole((K, D))
+
+
+def test_a_sort_chooses_nothing_until_somebody_reads_a_part_of_the_order() -> None:
+    def ordered(x: Tensor, w: Tensor, then: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w).sort(-1).values, then)
+
+    def best(x: Tensor, w: Tensor, then: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w).sort(-1, descending=True).values[..., :2], then)
+
+    assert trace(Uses(ordered, w=(4, D), then=(3, 4)), (X,)).readings["w"].role is Role.MAP
+    assert trace(Uses(best, w=(4, D), then=(3, 2)), (X,)).readings["w"].role is Role.ROUTER
+
+
+def test_outputs_that_nothing_reads_leave_a_param_unseen() -> None:
+    def first_three(x: Tensor, w: Tensor, then: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w)[..., :3], then)
+
+    reading = trace(Uses(first_three, w=(4, D), then=(5, 3)), (X,)).readings["w"]
+    assert (reading.role, reading.why) == (Role.UNSEEN, "the forward read only some of its outputs")
+
+
+def test_outputs_that_are_returned_are_apart_from_those_that_are_read() -> None:
+    def both(x: Tensor, w: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
+        inner, out = F.linear(x, w).split((4, 3), -1)
+        return F.linear(inner.relu(), then), out
+
+    assert trace(Uses(both, w=(7, D), then=(5, 4)), (X,)).readings["w"].split == row_blocks((7, D), (4, 3))
+
+
+def test_outputs_in_an_order_that_no_split_can_say_are_not_seen() -> None:
+    def both(x: Tensor, w: Tensor, then: Tensor) -> Tensor:
+        return F.linear(torch.einsum("btd,hdk->bthk", x, w).flatten(2).relu(), then)
+
+    reading = trace(Uses(both, w=(H, D, K), then=(5, D)), (X,)).readings["w"]
+    assert (reading.role, reading.split) == (Role.UNSEEN, None)
+    assert "no split can say" in reading.why

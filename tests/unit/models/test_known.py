@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from layerwise.models.known import is_transposed_linear, known_splits
+from layerwise.models.known.classes import is_transposed_linear, known_splits
 from layerwise.models.table import param_table
 from layerwise.routing.rules import Route, RouteRule, route_params
 from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed
@@ -228,3 +228,37 @@ def test_convolutions_with_gates_are_two_matrices() -> None:
 
 def test_frozen_projections_further_in_are_not_looked_at() -> None:
     assert known_splits(subsampler().requires_grad_(False)) == {}
+
+
+def test_a_vision_attention_that_is_called_just_that_is_known_by_what_it_holds() -> None:
+    attention = class_named("VisionAttention", qkv=nn.Linear(4, 12))
+    with pytest.raises(ValueError, match="looks fused"):
+        routes(attention)
+    attention.dim, attention.num_key_value_groups = 4, 1
+    assert known_splits(attention) == {"qkv.weight": row_blocks((12, 4), (4, 4, 4))}
+
+
+def test_rows_of_all_layers_are_a_matrix_for_each() -> None:
+    module = class_named("EmbeddingGemma2TextPLE", per_layer_model_projection=nn.Linear(5, 12))
+    module.hidden_size_per_layer_input = 4
+    assert known_splits(module) == {"per_layer_model_projection.weight": row_blocks((12, 5), (4, 4, 4))}
+
+
+def test_kernels_that_are_predicted_are_those_of_each_layer() -> None:
+    convs = {"kernel_conv": nn.Conv1d(3, 24, 3), "bias_conv": nn.Conv1d(3, 8, 3)}
+    module = class_named("UnivNetKernelPredictor", **convs)
+    module.conv_layers = 2
+    assert known_splits(module) == {
+        "kernel_conv.weight": row_blocks((24, 3, 3), (12, 12)),
+        "bias_conv.weight": row_blocks((8, 3, 3), (4, 4)),
+    }
+
+
+def test_pairs_that_are_added_to_gate_and_up_are_halves_like_them() -> None:
+    module = class_named("Zamba2MLP", gate_up_proj=nn.Linear(4, 12))
+    pair = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 12))
+    module.gate_up_proj_adapter_list = nn.ModuleList([nn.Identity(), pair])
+    assert known_splits(module) == {
+        "gate_up_proj.weight": row_blocks((12, 4), (6, 6)),
+        "gate_up_proj_adapter_list.1.1.weight": row_blocks((12, 2), (6, 6)),
+    }

@@ -72,14 +72,8 @@ EXAMPLES = [
         "other",
         "is an embedding table (Linear, tied to 'wte.weight'): its rows are looked up, not multiplied",
     ),
-    (
-        "embeddings",
-        spec("vit.embeddings.position", (1, 16, 4), EMBEDDING, "ViTEmbeddings"),
-        "other",
-        "is held by ViTEmbeddings, a class of embeddings: a table of inputs, going by that name",
-    ),
     ("scalars and vectors", spec("scale", ()), "other", "is a scalar"),
-    ("scalars and vectors", spec("scale", (8,)), "other", "is a vector (a scale or a gate), not a matrix"),
+    ("scalars and vectors", spec("scale", (8,)), "other", "is a vector, not a matrix"),
     ("scalars and vectors", spec("empty.weight", (0, 8), LINEAR, "Linear"), "other", "has no elements"),
     (
         "low-rank pairs",
@@ -137,6 +131,8 @@ EXAMPLES = [
         "other",
         "is a linear layer from one number (a gate or a score): a vector, not a matrix",
     ),
+    ("one-sided layers", spec("attn.w_g", (4, 1)), "other", "has one row, or one column: a vector, not a matrix"),
+    ("one-sided layers", spec("cls_token", (1, 4)), "other", "has one row, or one column: a vector, not a matrix"),
     (
         "grouped convolutions",
         spec("conv.weight", (8, 1, 3), CONV, "Conv1d", conv_groups=8),
@@ -178,7 +174,7 @@ EXAMPLES = [
         "broadcast tables",
         spec("vit.registers", (1, 16, 4)),
         "other",
-        "has a leading dim of 1, so it is added across the batch (a table of positions or tokens), not multiplied",
+        "has a leading dim of 1, so it is one for all of a batch (a table of positions or tokens): no map",
     ),
     (
         "stacks",
@@ -205,7 +201,13 @@ EXAMPLES = [
         "other",
         "looks like a table by its name ('embed' in 'pos_embed')",
     ),
-    ("tables by name", spec("cls_token", (1, 4)), "other", "looks like a table by its name ('token' in 'cls_token')"),
+    ("tables by name", spec("mask_token", (2, 4)), "other", "looks like a table by its name ('token' in 'mask_token')"),
+    (
+        "tables by name",
+        spec("sam.grid.frequencies", (2, 16), EMBEDDING, "GridEmbedding"),
+        "other",
+        "is held by GridEmbedding, a class of embeddings: a table of inputs, going by that name",
+    ),
     ("bare matrices", spec("mixer.weight", (8, 4), OTHER, "Mixer"), "matrix", "is a 2-D param held directly by Mixer"),
     ("bare matrices", spec("weight", (8, 4)), "matrix", "is a 2-D param held directly by a module"),
     ("everything else", spec("kernel", (2, 3, 4, 5)), "other", "has 4 dims, which no matrix rule covers"),
@@ -464,6 +466,21 @@ def test_all_refused_params_are_named_at_once_with_patterns_that_cover_them() ->
     )
     rules = [RouteRule(pattern=refusal.pattern, to="matrix", split="whole") for refusal in caught.value.refusals]
     assert all(route.family == "matrix" for fqn, route in route_params(table, rules).items() if fqn != "norm.weight")
+
+
+def test_a_pattern_covers_no_param_of_another_shape() -> None:
+    """Stages that grow: one glob over all of them would give each the split of the first."""
+    widths = {"stages.0.0": 4, "stages.0.1": 4, "stages.1.0": 8, "stages.1.1": 8}
+    shapes = {f"{name}.qkv.weight": (3 * width, width) for name, width in widths.items()}
+    fused = [spec(fqn, shape, LINEAR, "Linear", looks_fused="qkv") for fqn, shape in shapes.items()]
+    table = ParamTable((*fused, spec("stages.2.0.qkv.weight", (5, 5), LINEAR, "Linear")))
+    with pytest.raises(RefusedError) as caught:
+        route_params(table)
+    found = [(refusal.pattern, refusal.first.shape) for refusal in caught.value.refusals]
+    assert found == [("stages.0.*.qkv.weight", (12, 4)), ("stages.1.*.qkv.weight", (24, 8))]
+    rules = [RouteRule(pattern=name, to="matrix", row_blocks=(rows // 3,) * 3) for name, (rows, _) in found]
+    routed = route_params(table, rules)
+    assert [len(routed[param.fqn].matrices) for param in table] == [3, 3, 3, 3, 1]
 
 
 def test_an_innocent_param_of_a_refused_model_has_a_route() -> None:

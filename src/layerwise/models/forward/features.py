@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,19 @@ class Features:
             self.sources.append(Source(views, n_out, is_stack, torch.zeros(n_out, dtype=torch.int64, device="cpu")))
         return self._by_views[views]
 
+    def set_apart(self, source: int, count: int) -> None:
+        """The outputs are those of so many matrices, one after the other, and not of one."""
+        found = self.sources[source]
+        if found.is_stack:
+            return
+        if len(found.views) == 1:
+            view, each = found.views[0], found.n_out // count
+            found.views = tuple(
+                replace(view, offset=view.offset + number * each * view.strides[0], sizes=(each, view.sizes[1]))
+                for number in range(count)
+            )
+        found.is_stack = True
+
     def end(self, source: int, labels: Tensor, where: Hashable) -> None:
         """These outputs are read there, as that operand."""
         found = self.sources[source]
@@ -84,6 +97,18 @@ class Features:
         if codes.numel():
             noted.append(torch.unique(codes))  # as one number each: sorting rows is slow
 
+    def are_all_read(self, source: int) -> bool:
+        """Whether something reads each output, where something reads any."""
+        found = self.sources[source]
+        second = {code % found.n_out for code in torch.cat(found.halves).tolist()} if found.halves else set[int]()
+        second |= {place for code in self._added(found) for place in divmod(code, found.n_out)}
+        return not found.has_ends or set((found.ends == 0).nonzero().flatten().tolist()) <= second
+
+    @staticmethod
+    def _added(source: Source) -> list[int]:
+        found: list[int] = torch.unique(torch.cat(source.pairs)).tolist() if source.pairs else []
+        return found
+
     def classes(self, source: int) -> list[int]:
         """For each output the number of its class, in order of first appearance."""
         found = self.sources[source]
@@ -91,9 +116,9 @@ class Features:
         for code in torch.cat(found.halves).tolist() if found.halves else ():
             first, second = divmod(code, found.n_out)
             ends[second] = ends[first]
-        if found.pairs:
-            codes = torch.unique(torch.cat(found.pairs)).tolist()
-            ends = _together(ends, [divmod(code, found.n_out) for code in codes])
+        added = self._added(found)
+        if added:
+            ends = _together(ends, [divmod(code, found.n_out) for code in added])
         numbers: dict[int, int] = {}
         return [numbers.setdefault(end, len(numbers)) for end in ends]
 

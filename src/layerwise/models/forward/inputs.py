@@ -38,7 +38,9 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
         found["input_ids"] = _ids(model, _TOKENS)
     elif "inputs" in takes and "input_ids" not in takes and _setting(model, "vocab_size"):
         found["inputs"] = _ids(model, _TOKENS)
-    if "pixel_values" in takes and ("input_ids" not in found or _has_two_towers(model)):
+    if "pixel_values" in takes and "aspect_ratio_ids" in takes:
+        found.update(_tiles(model))
+    elif "pixel_values" in takes and ("input_ids" not in found or _has_two_towers(model)):
         found["pixel_values"] = _images(model)
     for name in ("input_features", "input_values"):
         if name in takes and "input_ids" not in found:
@@ -91,6 +93,17 @@ def _images(model: nn.Module) -> Tensor:
     if isinstance(frames, int):
         shape = (_BATCH, frames, channels, height, width)  # type: ignore[assignment]
     return torch.zeros(shape, device="cpu")
+
+
+def _tiles(model: nn.Module) -> dict[str, Any]:
+    """One image for each text, cut into tiles."""
+    tiles = int(_setting(model, "max_num_tiles") or 1)
+    image = _images(model)
+    return {
+        "pixel_values": image[:, None, None].expand(-1, 1, tiles, -1, -1, -1),
+        "aspect_ratio_ids": torch.ones(_BATCH, 1, dtype=torch.long, device="cpu"),
+        "aspect_ratio_mask": torch.ones(_BATCH, 1, tiles, dtype=torch.long, device="cpu"),
+    }
 
 
 def _patches(model: nn.Module) -> dict[str, Any]:

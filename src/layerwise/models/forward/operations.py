@@ -10,6 +10,8 @@ GROUPED_PRODUCTS = ("_grouped_mm", "_scaled_grouped_mm")
 SUMS = frozenset({"add", "sub", "rsub", "add_", "sub_", "addcmul", "lerp"})
 CHOICES = {"topk": 2, "argmax": 1, "argsort": 1, "sort": 1, "kthvalue": 2}
 """What lets features compete, with the place of the axis along which it does."""
+ORDERS = frozenset({"sort", "argsort"})
+"""Of these, what keeps all of them: who reads a part of the order chooses."""
 NORMS = frozenset(
     {
         "native_layer_norm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,8 @@ from layerwise.models.forward.trace import Trace, trace
 from layerwise.models.names import joined
 from layerwise.routing.readings import Reading, Role
 
+_FOR_SOMETHING = re.compile(r"For[A-Z]|LMHead|DoubleHeads")
+"""BertForMaskedLM, GPT2LMHeadModel; not MaskFormerModel."""
 _PARTS_TAKE = frozenset({"pixel_values", "input_features", "input_values", "grid_thw"})
 
 
@@ -48,7 +51,7 @@ def _trace_parts(model: nn.Module) -> Trace:
         return Trace(trace(model).readings, f"no inputs are known for {type(model).__name__}")
     found = trace(model, (), inputs)
     readings = dict(found.readings)
-    if "For" not in type(model).__name__:
+    if not _FOR_SOMETHING.search(type(model).__name__):
         readings = {fqn: _of_features(reading) for fqn, reading in readings.items()}
     for prefix, part in names.named_modules(model):
         if not prefix or not _is_part(part) or not _is_unreached(prefix, readings):

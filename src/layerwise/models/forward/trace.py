@@ -42,12 +42,12 @@ def trace(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
         args, kwargs = tree_map(_bare, (tuple(args), dict(kwargs or {})))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         follower = Follower(params, given)
-        blocks = Blocks(root, follower.mark_live)
+        blocks = Blocks(root, follower.books.labels.of, follower.books.mark_live)
         problem = _run(root, follower, blocks, args, kwargs)
-        readings: Readings = read_params(follower, {fqn: tuple(param.shape) for fqn, param in params.items()})
+        readings: Readings = read_params(follower.books, {fqn: tuple(param.shape) for fqn, param in params.items()})
     if problem:
         readings = _before(blocks.finished(), readings, problem)
-    readings = _like_others(readings, blocks.leads(is_any_enough=follower.answers.count > 0))
+    readings = _like_others(readings, blocks.leads(is_any_enough=follower.books.answers.count > 0))
     return Trace({fqn: readings[fqn] for fqn, param in named.items() if param.dim() >= 2}, problem)
 
 
@@ -66,7 +66,7 @@ def _run(root: nn.Module, follower: Follower, blocks: Blocks, args: Sequence[Any
         except Exception as error:  # whatever a model does with shapes that it did not expect
             words = " ".join(str(error).split())
             return f"{type(error).__name__}: {words[:200]}"
-    follower.mark_outputs(leaf for leaf in _leaves(out) if isinstance(leaf, Tensor))
+    follower.books.mark_outputs(leaf for leaf in _leaves(out) if isinstance(leaf, Tensor))
     return ""
 
 

@@ -74,6 +74,8 @@ class Weights:
         if whole is not None:
             return [whole]
         pieces = sorted(self._pieces.get(storage_of(tensor), ()), key=lambda piece: piece.start)
+        if len(pieces) == 1:
+            return self._in_entries(tensor, axis, pieces[0])
         stride, found, at = tensor.stride(axis), list[View](), 0
         for piece in pieces:
             count = piece.numel // stride if stride and piece.numel % stride == 0 else 0
@@ -86,6 +88,16 @@ class Weights:
             found.append(view)
             at += count
         return found if at == tensor.shape[axis] else None
+
+    def _in_entries(self, tensor: Tensor, axis: int, piece: _Piece) -> list[View] | None:
+        """An axis that goes through two axes of a param in another order than they are stored in: the outer one's entries."""
+        for entries in sorted({size for size in piece.view.sizes if 1 < size < tensor.shape[axis]}):
+            each, rest = divmod(tensor.shape[axis], entries)
+            parts = [] if rest else [tensor.narrow(axis, number * each, each) for number in range(entries)]
+            views = [self.view(part) for part in parts]
+            if parts and all(views):
+                return [view for view in views if view is not None]
+        return None
 
     def copied(self, copy: Tensor, of: View) -> None:
         """A tensor of the same axes holds what the view holds."""

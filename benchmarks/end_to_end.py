@@ -24,7 +24,8 @@ from torch import Tensor
 
 import layerwise
 from layerwise.cli.measuring import ceilings
-from layerwise.config.schema import DataConfig, ModelConfig, resolve_model
+from layerwise.config.resolve import resolve_model
+from layerwise.config.schema import DataConfig, ModelConfig
 from layerwise.train.data import Batching, Corpus, Loader, load_corpus
 from layerwise.train.model import GPT, build_gpt, next_byte_loss
 

@@ -69,6 +69,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Known: {', '.join(names[:_MOST_NAMES])}{more}." if names else ""
 
 
+def shown(value: object, limit: int = 60) -> str:
+    """`repr`, but never a wall of text and never a failure."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer too long to print, or a document nested too deeply
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 _OURS = ("layerwise", "torch")
 
 
@@ -88,6 +97,6 @@ def warn(text: str, *, aloud: bool = True) -> None:
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
     """`'a', 'b' and 3 more`: names in an error message, never a wall of them."""
-    shown = ", ".join(repr(name) for name in names[:limit])
+    first = ", ".join(repr(name) for name in names[:limit])
     rest = len(names) - limit
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    return f"{first} and {rest} more" if rest > 0 else first

@@ -16,8 +16,8 @@ from layerwise.comm import groups
 from layerwise.comm.collectives import Communicator
 from layerwise.dtypes import DType
 from layerwise.engine import reducer, reductions
+from layerwise.layout import buckets
 from layerwise.layout import plan as plan_module
-from layerwise.layout import storage
 from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.reduce_groups import ReduceGroup
 from layerwise.memory.replicas import Replica
@@ -107,8 +107,8 @@ def own_collectives(rank: int, world: int) -> list[str]:
 
 
 def planned_by_one_flag(rank: int) -> Any:
-    facts = {layout: replace(facts, reduces="all_reduce") for layout, facts in storage.FACTS_BY_LAYOUT.items()}
-    return mock.patch.object(storage, "FACTS_BY_LAYOUT", facts)
+    facts = {layout: replace(facts, reduces="all_reduce") for layout, facts in buckets.FACTS_BY_LAYOUT.items()}
+    return mock.patch.object(buckets, "FACTS_BY_LAYOUT", facts)
 
 
 def reduced_by_one_flag(rank: int) -> Any:

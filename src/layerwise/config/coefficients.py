@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from layerwise.errors import did_you_mean
+from layerwise.errors import did_you_mean, shown
 
 Coefficient = tuple[float, float, float]
 
@@ -115,7 +115,9 @@ def check_coefficients(coefficients: str | Sequence[Sequence[float]], steps: int
         return f"steps must be at least 1, got {steps}. Five is usual."
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
-            return f"coefficients {coefficients!r} is not a known set." + did_you_mean(coefficients, COEFFICIENT_SETS)
+            return f"coefficients {shown(coefficients)} is not a known set." + did_you_mean(
+                coefficients, COEFFICIENT_SETS
+            )
         return _check_steps(coefficients, COEFFICIENT_SETS[coefficients], steps)
     if len(coefficients) == 0:
         return "coefficients is an empty list: expected at least one (a, b, c)."

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from layerwise.config.schema import SECTIONS, TrainConfig
-from layerwise.errors import ConfigError, Problem, did_you_mean
+from layerwise.errors import ConfigError, Problem, did_you_mean, shown
 
 _NONE_WORDS = ("none", "None", "null")
 _TRUE_WORDS = ("true", "yes", "on", "1")
@@ -146,7 +146,7 @@ class _Taken:
             if section not in SECTIONS:
                 self._note(f"{path}: {section}", f"unknown section.{did_you_mean(section, SECTIONS)}")
             elif not isinstance(table, Mapping):
-                self._note(f"{path}: {section}", f"expected a section of settings, got {_shown(table)}.")
+                self._note(f"{path}: {section}", f"expected a section of settings, got {shown(table)}.")
                 self._misspelt.add(section)
             else:
                 for name, value in table.items():
@@ -199,7 +199,7 @@ def _read(path: str, problems: list[Problem]) -> Mapping[str, object]:
         problems.append(Problem(path, f"is not valid {'JSON' if is_json else 'TOML'}: {error}."))
         return {}
     if not isinstance(document, Mapping):
-        problems.append(Problem(path, f"expected an object of sections, got {_shown(document)}."))
+        problems.append(Problem(path, f"expected an object of sections, got {shown(document)}."))
         return {}
     return document
 
@@ -225,7 +225,7 @@ def _from_document(kind: object, value: object) -> object:
         return _choice(kind, value)
     if get_origin(kind) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
         return _tuple(kind, value, _from_document)
-    raise _Unfit(f"expected {_expected(kind)}, got {_shown(value)}.")
+    raise _Unfit(f"expected {_expected(kind)}, got {shown(value)}.")
 
 
 def _from_words(kind: object, value: object) -> object:
@@ -250,13 +250,13 @@ def _from_words(kind: object, value: object) -> object:
             raise
         except ValueError:
             pass  # said below, in our words
-    raise _Unfit(f"expected {_expected(kind)}, got {_shown(text)}.")
+    raise _Unfit(f"expected {_expected(kind)}, got {shown(text)}.")
 
 
 def _tuple(kind: object, parts: Sequence[object], convert: Callable[[object, object], object]) -> tuple[object, ...]:
     inner = get_args(kind)
     if len(parts) != len(inner):
-        raise _Unfit(f"expected {_expected(kind)}, got {len(parts)}: {_shown(list(parts))}.")
+        raise _Unfit(f"expected {_expected(kind)}, got {len(parts)}: {shown(list(parts))}.")
     return tuple(convert(item, part) for item, part in zip(inner, parts, strict=True))
 
 
@@ -267,7 +267,7 @@ def _choice(kind: object, value: object) -> object:
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     # did_you_mean lists the choices when nothing is close, and they are listed here already
     close = hint if "Did you mean" in hint else ""
-    raise _Unfit(f"expected {_expected(kind)}, got {_shown(value)}.{close}")
+    raise _Unfit(f"expected {_expected(kind)}, got {shown(value)}.{close}")
 
 
 def _finite(value: float) -> float:
@@ -276,7 +276,7 @@ def _finite(value: float) -> float:
     except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     if not math.isfinite(number):
-        raise _Unfit(f"expected a finite number, got {_shown(value)}.")
+        raise _Unfit(f"expected a finite number, got {shown(value)}.")
     return number
 
 
@@ -297,15 +297,6 @@ def _expected(kind: object) -> str:
     if get_origin(kind) is tuple:
         return f"{len(get_args(kind))} numbers"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]  # type: ignore[index]
-
-
-def _shown(value: object, limit: int = 60) -> str:
-    """`repr`, but never a wall of text and never a failure."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer too long to print, or a document nested too deeply
-        return f"a {type(value).__name__} too large to show"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 # -- writing it down -------------------------------------------------------------------------------

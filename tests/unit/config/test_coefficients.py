@@ -232,3 +232,10 @@ def test_a_set_of_fixed_length_is_refused_with_other_steps(name: str, extra: int
 def test_a_good_choice_has_no_problem() -> None:
     assert check_coefficients("polar_express", 5) is None
     assert check_coefficients([(1.5, -0.5, 0.0)], 1) is None
+
+
+def test_a_long_name_makes_no_wall_of_text() -> None:
+    problem = check_coefficients("9" * 5000, 5)
+    assert problem is not None
+    assert problem.startswith("coefficients '9999")
+    assert len(problem) < 300

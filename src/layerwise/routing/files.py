@@ -23,7 +23,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from layerwise.config.rules import RULES_BY_KIND, AdaMuon, AdamW, Lion, Muon, NorMuon, Rule
-from layerwise.errors import ConfigError, Problem, did_you_mean
+from layerwise.errors import ConfigError, Problem, did_you_mean, shown
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.split import Split
 
@@ -68,7 +68,7 @@ def rules_from_toml(text: str, where: str) -> list[RouteRule]:
     ]
     tables = document.get("rule", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        wrong = f"expected [[rule]] tables, got {_shown(tables)}. Write [[rule]] above each rule."
+        wrong = f"expected [[rule]] tables, got {shown(tables)}. Write [[rule]] above each rule."
         raise ConfigError([*problems, Problem(f"{where}: rule", wrong)])
     read = [_Table(table, f"{where}: rule {number}", problems) for number, table in enumerate(tables, start=1)]
     rules = [table.rule() for table in read]
@@ -113,12 +113,12 @@ class _Table:
         try:
             return known[key](value)
         except _Unfit as unfit:
-            self._note(path, f"expected {unfit}, got {_shown(value)}.")
+            self._note(path, f"expected {unfit}, got {shown(value)}.")
             return None
 
     def _split(self, value: object) -> Split | None:
         if not isinstance(value, Mapping):
-            self._note("split", f"expected 'whole' or a table of grid and roles, got {_shown(value)}.")
+            self._note("split", f"expected 'whole' or a table of grid and roles, got {shown(value)}.")
             return None
         before = len(self.problems)
         for key in ("grid", "roles"):
@@ -135,7 +135,7 @@ class _Table:
 
     def _options(self, value: object) -> dict[str, object]:
         if not isinstance(value, Mapping):
-            self._note("options", f"expected a table such as {{lr = 1e-3}}, got {_shown(value)}.")
+            self._note("options", f"expected a table such as {{lr = 1e-3}}, got {shown(value)}.")
             return {}
         family = self.table.get("to")
         allowed = _RULES_BY_FAMILY.get(family, tuple(RULES_BY_KIND.values())) if isinstance(family, str) else ()
@@ -148,7 +148,7 @@ class _Table:
             try:
                 options[name] = _option(item)
             except _Unfit as unfit:
-                self._note(f"options.{name}", f"expected {unfit}, got {_shown(item)}.")
+                self._note(f"options.{name}", f"expected {unfit}, got {shown(item)}.")
         if len(options) == len(value):
             self._try_options(options, allowed)
         return options
@@ -216,15 +216,6 @@ def _close(word: str, known: Sequence[str]) -> str:
 def _either(rules: Sequence[type[Rule]]) -> str:
     names = [rule.__name__ for rule in rules]
     return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _shown(value: object, limit: int = 60) -> str:
-    """`repr`, but never a wall of text and never a failure."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer too long to print, or a document nested too deeply
-        return f"a {type(value).__name__} too large to show"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 # -- printing them back ----------------------------------------------------------------------------

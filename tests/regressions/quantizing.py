@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -136,12 +137,13 @@ def _message(change: Callable[[StagedReplica, Tensor], None]) -> Any:
 
 
 def old_masters(rank: int) -> Any:
-    kept: dict[int, Tensor] = {}
+    # Not by id: replicas of the second way may lie where those of the first did.
+    kept = WeakKeyDictionary[StagedReplica, Tensor]()
 
     def change(replica: StagedReplica, message: Tensor) -> None:
         now = message.clone()
-        message.copy_(kept.get(id(replica), torch.zeros_like(now)))
-        kept[id(replica)] = now
+        message.copy_(kept.get(replica, torch.zeros_like(now)))
+        kept[replica] = now
 
     return _message(change)
 

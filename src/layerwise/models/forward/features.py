@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from layerwise.models.forward.labels import without_repeats
 from layerwise.models.forward.weights import View
 
 _SIGNATURE = 62
@@ -78,6 +79,7 @@ class Features:
         if where not in self._numbers:
             self._numbers[where] = self._draw.getrandbits(_SIGNATURE)
         is_here = torch.zeros(found.n_out + 1, dtype=torch.bool, device="cpu")
+        (labels,) = without_repeats(labels)
         is_here[labels.reshape(-1).long()] = True  # no label is -1: the entry too many
         found.ends[is_here[:-1]] += self._numbers[where]
         found.has_ends = True

@@ -87,7 +87,15 @@ def constant_along(labels: Tensor, dims: tuple[int, ...]) -> bool:
     """Whether labels are the same all along these axes."""
     if not dims or labels.numel() == 0:
         return True
-    first = labels
+    first, last = labels, labels
     for dim in dims:
-        first = first.narrow(dim, 0, 1)
-    return bool((labels == first).all())
+        first, last = first.narrow(dim, 0, 1), last.narrow(dim, last.shape[dim] - 1, 1)
+    return torch.equal(first, last) and bool((labels == first).all())  # the ends mostly tell: labels may be many
+
+
+def without_repeats(*labels: Tensor) -> tuple[Tensor, ...]:
+    """Labels of one shape, once along each axis along which none of them changes: nearly all of a picture's say the same."""
+    for dim in range(labels[0].dim()):
+        if labels[0].shape[dim] > 1 and all(constant_along(one, (dim,)) for one in labels):
+            labels = tuple(one.narrow(dim, 0, 1) for one in labels)
+    return labels

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from layerwise.models.forward import operations as ops
 from layerwise.models.forward.books import Books, Call
-from layerwise.models.forward.labels import NONE, LabelsBySource, constant_along
+from layerwise.models.forward.labels import NONE, LabelsBySource, constant_along, without_repeats
 from layerwise.models.forward.products import along_axis
 from layerwise.models.forward.weights import storage_of
 
@@ -80,7 +80,8 @@ def _sum(
             if before is None:
                 total[source] = labels
             else:
-                books.features.pair(source, torch.stack([before.reshape(-1), labels.reshape(-1)], 1))
+                terms = [one.reshape(-1) for one in without_repeats(before, labels)]
+                books.features.pair(source, torch.stack(terms, 1))
                 total[source] = torch.where(before >= 0, before, labels)
     is_stream = len(others) > len(full) or len(total) > _MOST_SOURCES * len(full)
     if is_stream or len(total) > 1:

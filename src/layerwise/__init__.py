@@ -18,7 +18,7 @@ from layerwise.routing.split import Split
 if TYPE_CHECKING:
     from layerwise.checkpoint.folder import Checkpoints
     from layerwise.checkpoint.loading import load
-    from layerwise.checkpoint.saving import save
+    from layerwise.checkpoint.saving import Saving, save
     from layerwise.checkpoint.torch_planners import LoadPlanner, SavePlanner, TrainState
     from layerwise.comm.joining import init
     from layerwise.engine.loss_scale import LossScale
@@ -46,6 +46,7 @@ __all__ = [
     "QuantizedStorage",
     "RouteRule",
     "SavePlanner",
+    "Saving",
     "Split",
     "TrainState",
     "__version__",
@@ -66,6 +67,7 @@ _LAZY = {
     "Optimizer": "layerwise.optim.optimizer",
     "QuantizedStorage": "layerwise.kernels.stored",
     "SavePlanner": "layerwise.checkpoint.torch_planners",
+    "Saving": "layerwise.checkpoint.saving",
     "TrainState": "layerwise.checkpoint.torch_planners",
     "adopt": "layerwise.models.adopting",
     "init": "layerwise.comm.joining",

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 import layerwise
+from layerwise.checkpoint import saving
 from layerwise.comm.joining import Ranks
 from layerwise.config.schema import CheckpointConfig, TrainConfig
 from layerwise.train import loop
@@ -101,6 +102,41 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path: Path, text: str, mo
         assert second[2] == whole[2]
         assert second[3] == whole[3]
     assert straight[0][3] != stopped[0][3]  # the hash sees what four steps change
+
+
+def test_a_run_goes_on_to_the_bit_from_what_was_written_in_the_background(tmp_path: Path, text: str) -> None:
+    config = config_of(text, "flat", every=1)
+    aside = replace(config, checkpoint=replace(config.checkpoint, background=True))
+    straight = run_ranks(2, train, config, str(tmp_path / "straight"))
+    stopped = run_ranks(2, train, aside, str(tmp_path / "run"), 4)
+    assert [path.name for path in sorted((tmp_path / "run").glob("step_*"))] == [f"step_0000000{n}" for n in (2, 3, 4)]
+    resumed = run_ranks(2, train, aside, str(tmp_path / "run"))
+    for whole, first, second in zip(straight, stopped, resumed, strict=True):
+        assert (second[1], {**first[0], **second[0]}, second[2:]) == (4, whole[0], whole[2:])
+
+
+def fails_in_the_background(rank: int, world: int, config: TrainConfig, folder: str) -> tuple[str, int]:
+    """What a run says whose second rank cannot write its third checkpoint, and how many steps it took."""
+    heard, real = Heard(), saving._write_share
+
+    def write_share(share: saving.Share, rank: int, partial: Path) -> None:
+        if rank == 1 and "step_00000003" in partial.name:
+            raise OSError(28, "No space left on device")
+        real(share, rank, partial)
+
+    with mock.patch.object(saving, "_write_share", write_share):
+        ranks = Ranks(rank=rank, world=world, local_rank=rank, device=CPU)
+        said = raised(lambda: loop.train(config, ranks, (heard,), checkpoints=Path(folder)))
+    return said, max(heard.losses, default=0)
+
+
+def test_a_run_ends_soon_after_a_checkpoint_could_not_be_written(tmp_path: Path, text: str) -> None:
+    config = config_of(text, "flat", every=3, background=True)
+    config = replace(config, train=replace(config.train, steps=400, log_every=1))
+    for said, steps in run_ranks(2, fails_in_the_background, config, str(tmp_path / "run")):
+        assert "No space left on device" in said
+        assert 0 < steps < 100  # as many as two threads need to hear of it, not the whole run
+    assert not list((tmp_path / "run").glob("step_????????"))
 
 
 def test_another_number_of_ranks_goes_on_with_the_next_sample_and_follows_the_run(tmp_path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
 """S1, kill_sweep: kill -9 of one rank or of all of them, at every event on the file system while a checkpoint is saved, in the middle of writes, and at random
 times. The checkpoint before it is whole, to the bit; the new one is whole or not there; and the next save works.
 
-Two ranks have a folder with steps 1 and 2 and save step 3, after which step 1 goes. The folders that killed ranks leave behind are looked at by ranks that
-are new. With sabotage the saver writes over step 2 in place.
+Two ranks have a folder with steps 1 and 2 and save step 3, after which step 1 goes; once while they wait for it, and once in the background, while they take
+another step. The folders that killed ranks leave behind are looked at by ranks that are new. With sabotage the saver writes over step 2 in place.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ class Kill(NamedTuple):
     at: float = 0.0
     """Seconds after the save has begun."""
     what: str = ""
+    background: bool = False
+    """Whether training goes on meanwhile."""
 
     @property
     def name(self) -> str:
         who = f"all ranks by rank {self.rank}" if self.everyone else f"rank {self.rank}"
+        who += ", saving in the background," if self.background else ""
         when = f"after {self.at:.4f} s" if self.event is None else f"at event {self.event}, {self.what}"
         return f"kill -9 of {who} {when}"
 
@@ -110,7 +113,9 @@ class Events:
             self.active = False
 
 
-def save_and_die(rank: int, world: int, folder: str, kill: Kill | None, in_place: bool) -> tuple[list[str], float]:
+def save_and_die(
+    rank: int, world: int, folder: str, kill: Kill | None, in_place: bool, background: bool = False
+) -> tuple[list[str], float]:
     """Save step 3; who lives on says what events there were, and how long it took."""
     training = _at(rank, NEW)
     pids: list[Any] = [None] * world
@@ -125,7 +130,15 @@ def save_and_die(rank: int, world: int, folder: str, kill: Kill | None, in_place
                 os.kill(pid, signal.SIGKILL)
         os._exit(0)
     with events.watched():
-        (_save_in_place if in_place else _save)(Path(folder), training)
+        if in_place:
+            _save_in_place(Path(folder), training)
+        elif background:
+            checkpoints = layerwise.Checkpoints(folder, keep=2, background=True)
+            checkpoints.save(training.model, training.optimizer, step=NEW)
+            training.step(rank, NEW)
+            checkpoints.wait()
+        else:
+            _save(Path(folder), training)
     return events.seen, time.monotonic() - begin
 
 
@@ -192,7 +205,7 @@ def _faults(rank: int, folder: Path, training: Training, expected: dict[int, str
     dist.barrier()
 
 
-def kills(seen: Sequence[Sequence[str]], seconds: float, *, quick: bool) -> list[Kill]:
+def kills(seen: Sequence[Sequence[str]], seconds: float, *, background: bool, quick: bool) -> list[Kill]:
     """Every event of every rank, some writes, random times; each for one rank, and for all of them."""
     found = []
     for rank, events in enumerate(seen):
@@ -205,7 +218,8 @@ def kills(seen: Sequence[Sequence[str]], seconds: float, *, quick: bool) -> list
     found += [
         Kill(number % WORLD, None, number % 4 > 1, at=drawn.uniform(0, 1.1 * seconds)) for number in range(RANDOM_TIMES)
     ]
-    return found[:: max(1, len(found) // 6)] if quick else found
+    found = [kill._replace(background=background) for kill in found]
+    return found[:: max(1, len(found) // (3 if background else 6))] if quick else found
 
 
 def kills_in_place(seen: Sequence[Sequence[str]]) -> list[Kill]:
@@ -220,7 +234,7 @@ def _try(template: Path, in_place: bool, folder: Path, kill: Kill) -> bool:
     """Kill once; whether that was in time."""
     shutil.copytree(template, folder)
     try:
-        run_ranks(WORLD, save_and_die, str(folder), kill, in_place, pg_timeout_s=30.0)
+        run_ranks(WORLD, save_and_die, str(folder), kill, in_place, kill.background, pg_timeout_s=30.0)
     except RankFailure:
         return True
     return False
@@ -229,12 +243,15 @@ def _try(template: Path, in_place: bool, folder: Path, kill: Kill) -> bool:
 def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
     """Every kill; with sabotage a few, and a saver that writes in place."""
     with tempfile.TemporaryDirectory() as name:
-        template, rehearsal = Path(name, "template"), Path(name, "rehearsal")
+        template = Path(name, "template")
         run_ranks(WORLD, begin, str(template))
-        shutil.copytree(template, rehearsal)
-        answers = run_ranks(WORLD, save_and_die, str(rehearsal), None, sabotage)
-        seen, took = [events for events, _ in answers], max(seconds for _, seconds in answers)
-        found = kills_in_place(seen) if sabotage else kills(seen, took, quick=quick)
+        found: list[Kill] = []
+        for background in (False,) if sabotage else (False, True):
+            rehearsal = Path(name, f"rehearsal {background}")
+            shutil.copytree(template, rehearsal)
+            answers = run_ranks(WORLD, save_and_die, str(rehearsal), None, sabotage, background)
+            seen, took = [events for events, _ in answers], max(seconds for _, seconds in answers)
+            found += kills_in_place(seen) if sabotage else kills(seen, took, background=background, quick=quick)
         folders = [Path(name, str(number)) for number in range(len(found))]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             hit = list(pool.map(partial(_try, template, sabotage), folders, found))

@@ -2,7 +2,8 @@
 
 The model has dropout, samples come by a cursor, rates by a schedule, and every rank has random numbers of its own. What is compared is all of it: weights,
 masters, momenta, moments, what homes keep, steps, rates, random numbers, cursor; once after loading and once after the last step. Whoever goes on began
-with other weights, other random numbers and another cursor. With sabotage a checkpoint lacks something, in each of three ways, and each must be seen.
+with other weights, other random numbers and another cursor. Checkpoints are written on the spot, or in the background while the next steps are taken. With sabotage
+a checkpoint lacks something, or has something of the steps after it, in each of four ways, and each must be seen.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import layerwise
-from layerwise.checkpoint import loading
+from layerwise.checkpoint import loading, saving
 from layerwise.checkpoint.files import Reader
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.engine.engine import Engine
@@ -50,16 +52,18 @@ class Cell(NamedTuple):
     layout: str
     overlap: bool
     dtype: str
+    background: bool = False
 
     def describe(self, world: int, stop: int) -> str:
-        return f"{world} ranks, {self.layout}, {'overlap' if self.overlap else 'no overlap'}, {self.dtype}, stopped after {stop}"
+        how = f"{'overlap' if self.overlap else 'no overlap'}, {'background' if self.background else 'on the spot'}"
+        return f"{world} ranks, {self.layout}, {how}, {self.dtype}, stopped after {stop}"
 
 
 def cells() -> list[Cell]:
     """torch's own sharding overlaps as it likes, and has no codes."""
     return [
         cell
-        for cell in itertools.starmap(Cell, itertools.product(LAYOUTS, (True, False), DTYPES))
+        for cell in itertools.starmap(Cell, itertools.product(LAYOUTS, (True, False), DTYPES, (False, True)))
         if cell.layout != CUT or (cell.overlap and cell.dtype != CODES)
     ]
 
@@ -133,8 +137,8 @@ class Run:
     def extra(self) -> dict[str, Any]:
         return {"cursor": self.cursor, "scheduler": self.scheduler}
 
-    def save(self, path: Path) -> None:
-        layerwise.save(path, self.model, self.optimizer, extra=self.extra)
+    def save(self, path: Path, *, background: bool) -> layerwise.Saving:
+        return layerwise.save(path, self.model, self.optimizer, extra=self.extra, background=background)
 
     def load(self, path: Path, **policy: Any) -> None:
         layerwise.load(path, self.model, self.optimizer, extra=self.extra, **policy)
@@ -166,10 +170,12 @@ def stop_and_go_on(
             expected.append(straight.hash())
         stopped = Run(rank, world, cell, seed=1)
         paths = [Path(folder, f"{world} ranks {number} {stop}") for stop in range(1, STEPS + 1)]
-        for stop in range(1, max(stops) + 1):
-            stopped.step()
-            if stop in stops:
-                stopped.save(paths[stop - 1])
+        with SABOTAGES[sabotage](rank) if sabotage else nullcontext({}):
+            for stop in range(1, STEPS + 1):  # one more than is saved: what is written must not be of it
+                stopped.step()
+                if stop in stops:
+                    last = stopped.save(paths[stop - 1], background=cell.background)
+            last.wait()
         other = Run(rank, world, cell, seed=2)
         for stop in stops:
             with SABOTAGES[sabotage](rank) if sabotage else nullcontext({}) as policy:
@@ -206,10 +212,27 @@ def _no_state(rank: int) -> Iterator[dict[str, Any]]:
     yield {"reset": ["*"]}
 
 
+@contextmanager
+def _no_copy(rank: int) -> Iterator[dict[str, Any]]:
+    """What is written in the background is what the steps after it have left, and slowly."""
+    real = saving._write_share
+
+    def write_share(*args: Any) -> None:
+        time.sleep(0.2)
+        real(*args)
+
+    with (
+        mock.patch.object(saving, "_copied", lambda parts, device: list(parts)),
+        mock.patch.object(saving, "_write_share", write_share),
+    ):
+        yield {}
+
+
 SABOTAGES = {
     "no random numbers": _no_random_numbers,
     "rank 0's random numbers for all": _those_of_the_first_rank,
     "no optimizer state": _no_state,
+    "no copy in the background": _no_copy,
 }
 
 
@@ -226,7 +249,7 @@ def complaints_of(world: int, found: Sequence[Cell], stops: Sequence[int], sabot
 
 
 def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
-    """Every stop of every way to train on 1, 2 and 4 ranks; with sabotage one way for each of three that lack something."""
+    """Every stop of every way to train on 1, 2 and 4 ranks; with sabotage one way for each of four that go wrong."""
     if sabotage:
         return _run_controls()
     found = cells()
@@ -239,7 +262,7 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
 def _run_controls() -> Outcome:
     seen = {}
     for name in SABOTAGES:
-        found = complaints_of(2, [Cell("flat", overlap=True, dtype="bf16")], (3,), name)
+        found = complaints_of(2, [Cell("flat", overlap=True, dtype="bf16", background=True)], (3,), name)
         seen[name] = next(iter(found.values()))
     missed = [name for name, text in seen.items() if not text]
     if missed:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from layerwise.checkpoint.contents import engine_of
+from layerwise.checkpoint.contents import Contents, engine_of
 from layerwise.checkpoint.disk import PARTIAL, partial_of, read_manifest, sync_folder, write_files
 from layerwise.checkpoint.loading import Loaded, load
-from layerwise.checkpoint.saving import save
+from layerwise.checkpoint.saving import Saving, finish_before, save_and_then
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.errors import CheckpointError
 from layerwise.optim.optimizer import Optimizer
@@ -31,12 +31,15 @@ class Checkpoints:
     last one that is whole.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3) -> None:
-        """`keep` is how many stay, None for all of them."""
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, background: bool = False) -> None:
+        """`keep` is how many stay, None for all of them. With `background` training goes on while they are written: see
+        `layerwise.save`."""
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, or None for all, got {keep!r}.")
         self.folder = Path(folder)
         self.keep = keep
+        self.background = background
+        self._saving: Saving | None = None
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint."""
@@ -55,11 +58,27 @@ class Checkpoints:
     ) -> Path:
         """`layerwise.save` under the name of a step; older ones than are to be kept go. Call it on every rank. A step of which
         there is a checkpoint already is left as it is."""
-        groups, path = engine_of(model, optimizer).groups, self.path_of(step)
+        contents = Contents(engine_of(model, optimizer), optimizer)
+        groups, path = contents.groups, self.path_of(step)
+        finish_before(contents)  # it may be of this step
         if not _first_says(groups, path.exists()):
-            save(path, model, optimizer, extra=extra)
-        derive_together(groups, "checkpoints", lambda: self._tidy(path) if groups.rank == 0 else None, lambda _: {})
+            self._saving = save_and_then(
+                path, model, optimizer, extra, lambda: self._tidy(path), background=self.background
+            )
+        else:
+            derive_together(groups, "checkpoints", lambda: self._tidy(path) if groups.rank == 0 else None, lambda _: {})
         return path
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on disk, on every rank; raise if it cannot be."""
+        if self._saving is not None:
+            self._saving.wait()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last one has ended without a checkpoint; the next call raises what went wrong. Ranks may come to know
+        one after another."""
+        return self._saving is not None and self._saving.has_failed
 
     def load(
         self,
@@ -74,7 +93,9 @@ class Checkpoints:
         reset: Sequence[str] = (),
     ) -> Loaded | None:
         """`layerwise.load` of a step, or of the last one that there is; None where there is none. Call it on every rank."""
-        groups = engine_of(model, optimizer).groups
+        contents = Contents(engine_of(model, optimizer), optimizer)
+        groups = contents.groups
+        finish_before(contents)
         steps = self.steps()
         last = _first_says(groups, steps[-1] if steps else None)
         if step is None and last is None:

@@ -1,11 +1,12 @@
 """Saving: every rank writes its share of the tensors into a folder that nobody takes for a checkpoint yet; the first rank says
-what is in it, and gives it its name."""
+what is in it, and gives it its name. In the background the same is done by a thread, with a copy of what there was to write."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.checkpoint.plain import to_plain
 from layerwise.checkpoint.rates import options_of
+from layerwise.comm.errands import Errand
 from layerwise.comm.groups import Groups, derive_together
-from layerwise.errors import CheckpointError
+from layerwise.errors import CheckpointError, warn
 from layerwise.models.tracing import never_traced
 from layerwise.optim.optimizer import Optimizer
 from layerwise.routing.geometry import Box
@@ -29,6 +31,8 @@ from layerwise.routing.geometry import Box
 EXTRA, RNG = "extra", "rng"
 _MOST_NBYTES = 16 << 20
 """Bytes of the largest item: as much memory as one tensor at a time takes on its way to disk."""
+_SLAB_NBYTES, _ALIGNMENT = 64 << 20, 64
+"""Bytes of the memory that copies lie in, and between which of them they begin."""
 
 
 class Written(NamedTuple):
@@ -38,15 +42,39 @@ class Written(NamedTuple):
     files: dict[str, FileFacts]
 
 
-@never_traced
-@torch.no_grad()
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written, or has been."""
+
+    path: Path
+    _errand: Errand | None
+    """Who writes it; None where that was done on the spot."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._errand is None or self._errand.is_done
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without a checkpoint."""
+        return self._errand is not None and self._errand.has_failed
+
+    def wait(self) -> Path:
+        """Return when it is on disk, on every rank; raise if it cannot be."""
+        if self._errand is not None:
+            self._errand.wait()
+        return self.path
+
+
 def save(
     path: str | os.PathLike[str],
     model: nn.Module | None,
     optimizer: Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-) -> None:
+    background: bool = False,
+) -> Saving:
     """Write a checkpoint: weights, masters, optimizer state, step, options, random number generators, and what is in `extra`.
     Call it on every rank, with a path in a folder that all of them share.
 
@@ -58,10 +86,29 @@ def save(
         optimizer: its optimizer. None writes weights alone.
         extra: what else belongs to it, by name: plain values and tensors, the same on every rank, or objects with a
             `state_dict()`, such as a scheduler.
+        background: return once this rank's share has been copied to memory of the host, and have a thread write it while
+            training goes on. What goes wrong then is warned of at once, and raised by `wait()` of what this returns or by the
+            next save. A second save waits for the first; a process that ends does so when it is written.
     """
+    return save_and_then(path, model, optimizer, extra, lambda: None, background=background)
+
+
+@never_traced
+@torch.no_grad()
+def save_and_then(
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    then: Callable[[], None],
+    *,
+    background: bool,
+) -> Saving:
+    """`save`, and what the first rank does once the checkpoint has its name."""
     engine = engine_of(model, optimizer)
     contents = Contents(engine, optimizer)
     groups, target = engine.groups, Path(path)
+    finish_before(contents)
     if optimizer is not None:
         optimizer.bring_up_to_date()
     else:
@@ -71,9 +118,38 @@ def save(
     about = derive_together(
         groups, "extra values", lambda: _about(contents, extra, beside), lambda about: {EXTRA: about[EXTRA]}
     )
-    _together(groups, lambda: _begin(groups, target))
-    _together(groups, lambda: _write_share(contents, partial_of(target), beside if groups.rank == 0 else {}))
-    _together(groups, lambda: _finish(about, groups.world, target) if groups.rank == 0 else None)
+
+    def prepare() -> Share:
+        _begin(groups, target)
+        return Share.of(contents, beside if groups.rank == 0 else {}, copied=background)
+
+    share = derive_together(groups, "checkpoints", prepare, lambda _: {})
+
+    def finish() -> None:
+        _finish(about, groups.world, target)
+        then()
+
+    def write(groups: Groups) -> None:
+        _together(groups, lambda: _write_share(share, groups.rank, partial_of(target)))
+        _together(groups, lambda: finish() if groups.rank == 0 else None)
+
+    def write_aside(groups: Groups) -> None:
+        try:
+            write(groups)
+        except Exception as error:
+            warn(f"saving {target} in the background failed: {error}", aloud=groups.rank == 0)
+            raise
+
+    if background:
+        return Saving(target, engine.errands.begin(write_aside))
+    write(groups)
+    return Saving(target, None)
+
+
+def finish_before(contents: Contents) -> None:
+    """Wait for a checkpoint that is still being written; raise, on every rank, what nobody was told of."""
+    if not contents.engine.errands.is_idle:
+        _together(contents.groups, contents.engine.errands.finish)
 
 
 def _together(groups: Groups, do: Callable[[], None]) -> None:
@@ -110,21 +186,37 @@ def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str
     }
 
 
-def _write_share(contents: Contents, partial: Path, beside: Mapping[str, Tensor]) -> None:
+class Share(NamedTuple):
+    """What one rank writes."""
+
+    parts: Iterable[Part]
+    params: Mapping[str, tuple[Any, ...]]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, contents: Contents, beside: Mapping[str, Tensor], *, copied: bool) -> Share:
+        """As it is now; `copied` is what later steps do not change."""
+        parts: Iterable[Part] = _parts(contents, beside)
+        if copied:
+            parts = _copied(parts, contents.engine.storage.device)
+        params = {name: tuple(said) for name, said in contents.facts().items()}
+        return cls(parts, params, options_of(contents))
+
+
+def _write_share(share: Share, rank: int, partial: Path) -> None:
     """This rank's data file, and what is in it, for the first rank to read."""
-    groups = contents.engine.groups
     if not partial.is_dir():
         raise CheckpointError(
-            f"{partial} is not there on rank {groups.rank}, and rank 0 has made it: expected a path in a folder that all ranks share."
+            f"{partial} is not there on rank {rank}, and rank 0 has made it: expected a path in a folder that all ranks share."
         )
-    written = write_parts(_parts(contents, beside), partial / f"__{groups.rank}_0.distcp")
+    written = write_parts(share.parts, partial / f"__{rank}_0.distcp")
     facts = {
         "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
-        "params": {name: tuple(said) for name, said in contents.facts().items()},
-        "options": options_of(contents),
+        "params": share.params,
+        "options": share.options,
     }
     # Nobody needs it on disk: it is gone before the checkpoint has its name.
-    (partial / _share_name(groups.rank)).write_text(json.dumps(facts))
+    (partial / _share_name(rank)).write_text(json.dumps(facts))
 
 
 def _share_name(rank: int) -> str:
@@ -143,7 +235,25 @@ def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
         yield Part(key, shape, Box.whole(shape), tensor, True)
 
 
-def write_parts(parts: Iterator[Part], path: Path) -> Written:
+def _copied(parts: Iterable[Part], device: torch.device) -> list[Part]:
+    """The same in memory of the host that nobody else writes."""
+    found, memory = list[Part](), torch.empty(0, dtype=torch.uint8)
+    for part in parts:
+        for box, tensor in _pieces(part.box, part.tensor):
+            if tensor.nbytes > len(memory):
+                # Of one size, so that torch keeps what is pinned for the next time: getting it is slow.
+                nbytes = max(_SLAB_NBYTES, tensor.nbytes)
+                memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            own = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            own.copy_(tensor, non_blocking=True)
+            memory = memory[-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT :]
+            found.append(part._replace(box=box, tensor=own))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
+def write_parts(parts: Iterable[Part], path: Path) -> Written:
     """Write parts of tensors into a data file."""
     file = DataFile(path)
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}

@@ -64,11 +64,11 @@ class Groups:
     made: Made = field(default_factory=Made)
     """All groups that were made for a model."""
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return dist.get_rank(self.training) if self.training is not None else 0
 
-    @property
+    @cached_property
     def world(self) -> int:
         return dist.get_world_size(self.training) if self.training is not None else 1
 

@@ -315,6 +315,9 @@ class CheckpointConfig:
     keep: int | None = 3
     """How many of them stay. none: all."""
 
+    background: bool = False
+    """Train on while a checkpoint is written; takes as much memory of the host as this rank writes."""
+
     resume: bool = True
     """Go on from the last checkpoint of a run in out_dir, or in out_dir-2 and so on. false: begin a new run."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
+from layerwise.comm.errands import Errands
 from layerwise.comm.groups import Domain, Groups, ProcessGroup, check_reach, derive_together, device_of, tie_groups
 from layerwise.comm.machines import on_one_machine
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
@@ -176,6 +177,7 @@ class Engine:
         check_alike(groups, self.roster, "is stored", cuts_of_ties(self.plan))
         self.traffic = Traffic()
         self.count = StepCount()
+        self.errands = Errands(groups)
         checked = settings.check_collectives
         self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step, groups.made)
         self._on_one_machine = on_one_machine(groups)
@@ -250,6 +252,7 @@ class Engine:
     def release(self) -> None:
         """Bring weights up to date, give them memory of their own and take every hook away. The engine is of no use any
         more."""
+        self.errands.finish()
         self.publisher.ensure_all()
         self.gradients.when_dropped = lambda: None  # no reduction comes after this
         self.gradients.forget()

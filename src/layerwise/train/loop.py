@@ -76,7 +76,8 @@ def train(
             is_last = step == total
             if is_last or step % config.train.log_every == 0:
                 run.log(step)
-            if run.should_stop(stop, step) and not is_last:
+            # A checkpoint that could not be written is as good a reason: saving again says why.
+            if run.should_stop(stop.requested or saved.has_failed, step) and not is_last:
                 outcome, is_last = "stopped", True
             if is_last or saved.is_due(step):  # before validation: who is asked to stop may not have the time for both
                 run.save(saved, step, first_bpb)
@@ -86,6 +87,7 @@ def train(
                 break
         else:
             last_bpb = run.evaluate(step)  # a checkpoint of the last step
+        saved.finish()
     end = run.end(step, outcome, first_bpb, last_bpb)
     run.tell(end)
     return end
@@ -199,11 +201,11 @@ class Run:
         """The sum of a number over all samples, whoever saw them."""
         return joining.total(value if self.counts else 0.0, self.ranks)
 
-    def should_stop(self, stop: StopRequest, step: int) -> bool:
+    def should_stop(self, is_asked_to: bool, step: int) -> bool:
         """Whether any rank was asked to stop. All answer alike, or the rest would wait for the one that left."""
         # On a GPU the question makes the host wait, so it is asked where the host waits anyway.
-        is_asked = self.ranks.device.type == "cpu" or step % self.config.train.log_every == 0
-        return is_asked and joining.mean(float(stop.requested), self.ranks) > 0
+        is_time = self.ranks.device.type == "cpu" or step % self.config.train.log_every == 0
+        return is_time and joining.mean(float(is_asked_to), self.ranks) > 0
 
     def go_on(self, saved: Saved) -> Progress:
         """Continue where the last checkpoint is, if there is one: with the sample after its last."""

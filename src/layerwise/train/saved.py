@@ -50,10 +50,9 @@ class Saved:
     ) -> Saved:
         """The first rank says in which folder."""
         told = joining.from_first("" if folder is None else str(folder), ranks)
-        is_asked = bool(config.checkpoint.every and told)
-        return cls(
-            config, model, optimizer, layerwise.Checkpoints(told, keep=config.checkpoint.keep) if is_asked else None
-        )
+        asked = config.checkpoint
+        checkpoints = layerwise.Checkpoints(told or ".", keep=asked.keep, background=asked.background)
+        return cls(config, model, optimizer, checkpoints if asked.every and told else None)
 
     def resume(self, start: Progress) -> Progress:
         """Load the last checkpoint, and say how far its run was; the start, where there is none."""
@@ -72,6 +71,16 @@ class Saved:
 
     def is_due(self, step: int) -> bool:
         return self.checkpoints is not None and step % self.config.checkpoint.every == 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that a checkpoint was not written. The next save says why, on every rank."""
+        return self.checkpoints is not None and self.checkpoints.has_failed
+
+    def finish(self) -> None:
+        """Wait for the last one."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
 
     def save(self, progress: Progress) -> None:
         if self.checkpoints is not None:

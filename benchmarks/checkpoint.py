@@ -5,8 +5,8 @@
 
 Writes benchmarks/results/checkpoint.json. A raw copy is one file per rank of as many bytes, written from memory and brought to disk; a raw read brings it into memory again, and nothing more.
 Both kinds of reading are done twice: of files that the system's cache has let go of, as after a restart, and of the same files when they are in the cache. Loading reads every byte twice, once to
-check it, and then has every rank get all weights from the others, which a raw read has not: such a gather alone is measured, too. Memory is the most that the process had, beyond what it had
-before.
+check it, and then has every rank get all weights from the others, which a raw read has not: such a gather alone is measured, too. Of saving in the background there is how long a call
+keeps the caller, and how long until all is on disk. Memory is the most that the process had, beyond what it had before.
 """
 
 from __future__ import annotations
@@ -114,13 +114,21 @@ def measure(rank: int, world: int, nbytes: int, folder: Path) -> dict[str, Any]:
     torch.frombuffer(raw, dtype=torch.uint8).random_()
     own = folder / f"raw_{rank}"
     ways: dict[str, list[float]] = {}
-    peaks = {"save": 0, "load": 0, "gather": 0}
+    peaks = {"save": 0, "save_in_background": 0, "load": 0, "gather": 0}
     on_disk = 0
     for repeat in range(REPEATS + 1):
         path = folder / f"checkpoint_{repeat}"
         found = {"raw_save": timed(lambda: raw_save(own, raw))}
         with Watch() as saving:
             found["save"] = timed(lambda path=path: layerwise.save(path, model, optimizer))
+        aside = folder / f"aside_{repeat}"
+        with Watch() as begun:
+            began = time.perf_counter()
+            found["begin_in_background"] = timed(
+                lambda aside=aside: layerwise.save(aside, model, optimizer, background=True)
+            )
+            model.engine.errands.finish()
+            found["save_in_background"] = time.perf_counter() - began
         forget(own, *(path.iterdir() if rank == 0 else ()))
         found["raw_load_from_disk"] = timed(lambda: raw_load(own, raw))
         with Watch() as loading:
@@ -129,6 +137,7 @@ def measure(rank: int, world: int, nbytes: int, folder: Path) -> dict[str, Any]:
         found["load"] = timed(lambda path=path: layerwise.load(path, model, optimizer))
         with Watch() as gathering:
             found["gather"] = timed(lambda: gather(model))
+        peaks["save_in_background"] = max(peaks["save_in_background"], begun.peak)  # of the first: it is kept
         if repeat:  # the first is a warm-up
             for name, seconds in found.items():
                 ways.setdefault(name, []).append(seconds)
@@ -139,6 +148,7 @@ def measure(rank: int, world: int, nbytes: int, folder: Path) -> dict[str, Any]:
             dist.barrier()
         if rank == 0:
             shutil.rmtree(path)
+            shutil.rmtree(aside)
         own.unlink()
     seconds = {name: statistics.median(values) for name, values in ways.items()}
     return {
@@ -146,6 +156,7 @@ def measure(rank: int, world: int, nbytes: int, folder: Path) -> dict[str, Any]:
         "state_mib": round(state_nbytes / 2**20, 1),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "save_over_raw": round(seconds["raw_save"] / seconds["save"], 3),
+        "begin_over_save": round(seconds["begin_in_background"] / seconds["save"], 3),
         "load_over_raw": round(seconds["raw_save"] / seconds["load_from_disk"], 3),
         "load_over_raw_read_from_disk": round(seconds["raw_load_from_disk"] / seconds["load_from_disk"], 3),
         "load_over_raw_read_and_gather_from_disk": round(

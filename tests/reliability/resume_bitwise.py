@@ -222,7 +222,7 @@ def _no_copy(rank: int) -> Iterator[dict[str, Any]]:
         real(*args)
 
     with (
-        mock.patch.object(saving, "_copied", lambda parts, device: list(parts)),
+        mock.patch.object(saving, "_copied", lambda parts, copies: list(parts)),
         mock.patch.object(saving, "_write_share", write_share),
     ):
         yield {}

@@ -24,6 +24,7 @@ from layerwise.checkpoint.rates import options_of
 from layerwise.comm.errands import Errand
 from layerwise.comm.groups import Groups, derive_together
 from layerwise.errors import CheckpointError, warn
+from layerwise.memory.copies import Copies
 from layerwise.models.tracing import never_traced
 from layerwise.optim.optimizer import Optimizer
 from layerwise.routing.geometry import Box
@@ -31,8 +32,6 @@ from layerwise.routing.geometry import Box
 EXTRA, RNG = "extra", "rng"
 _MOST_NBYTES = 16 << 20
 """Bytes of the largest item: as much memory as one tensor at a time takes on its way to disk."""
-_SLAB_NBYTES, _ALIGNMENT = 64 << 20, 64
-"""Bytes of the memory that copies lie in, and between which of them they begin."""
 
 
 class Written(NamedTuple):
@@ -198,7 +197,7 @@ class Share(NamedTuple):
         """As it is now; `copied` is what later steps do not change."""
         parts: Iterable[Part] = _parts(contents, beside)
         if copied:
-            parts = _copied(parts, contents.engine.storage.device)
+            parts = _copied(parts, contents.engine.copies)
         params = {name: tuple(said) for name, said in contents.facts().items()}
         return cls(parts, params, options_of(contents))
 
@@ -235,21 +234,15 @@ def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
         yield Part(key, shape, Box.whole(shape), tensor, True)
 
 
-def _copied(parts: Iterable[Part], device: torch.device) -> list[Part]:
-    """The same in memory of the host that nobody else writes."""
-    found, memory = list[Part](), torch.empty(0, dtype=torch.uint8)
-    for part in parts:
-        for box, tensor in _pieces(part.box, part.tensor):
-            if tensor.nbytes > len(memory):
-                # Of one size, so that torch keeps what is pinned for the next time: getting it is slow.
-                nbytes = max(_SLAB_NBYTES, tensor.nbytes)
-                memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            own = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            own.copy_(tensor, non_blocking=True)
-            memory = memory[-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT :]
-            found.append(part._replace(box=box, tensor=own))
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def _copied(parts: Iterable[Part], copies: Copies) -> list[Part]:
+    """The same in memory that nobody else writes."""
+    copies.begin()
+    found = [
+        part._replace(box=box, tensor=copies.add(tensor))
+        for part in parts
+        for box, tensor in _pieces(part.box, part.tensor)
+    ]
+    copies.finish()
     return found
 
 

@@ -29,6 +29,7 @@ from layerwise.layout.meshes import Placed, copied_on
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.shards import Ranks
+from layerwise.memory.copies import Copies
 from layerwise.memory.hooked import claim, hook, is_claimed, unhook
 from layerwise.memory.storage import Storage, one_device
 from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
@@ -191,8 +192,8 @@ class Engine:
                     f"{self.communicators[shard.domain].world}: shards would have no owner."
                 )
         ranks = {name: domain.rank for name, domain in groups.domains.items()}
-        held_of = None if placed is None else local_of
-        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), held_of)
+        self.storage = Storage(self.plan, trainables, ranks, self._other_device(), None if placed is None else local_of)
+        self.copies = Copies(self.storage.device)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
         overlap = settings.overlap_grad_reduce and not settings.check_collectives
         self.publisher = Publisher(
@@ -250,8 +251,7 @@ class Engine:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Bring weights up to date, give them memory of their own and take every hook away. The engine is of no use any
-        more."""
+        """Weights up to date in memory of their own, and no hook: the engine is of no use any more."""
         self.errands.finish()
         self.publisher.ensure_all()
         self.gradients.when_dropped = lambda: None  # no reduction comes after this
@@ -389,6 +389,7 @@ class Engine:
             if replica.ring is not None:
                 replica.ring.free()
             replica.free_staging()
+        self.copies.free()
         if self.storage.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -93,6 +93,7 @@ def test_the_public_names_are_pinned() -> None:
         "QuantizedStorage",
         "RouteRule",
         "SavePlanner",
+        "Saving",
         "Split",
         "TrainState",
         "__version__",

@@ -85,6 +85,5 @@ class Errands:
         with counted_alike(like):
             ranks = None if like is None else dist.get_process_group_ranks(like)
             found = replace(groups, control=groups.made.new_group(ranks, backend="gloo", like=like))
-        # Known from now on: torch forgets it once the user has destroyed all groups.
-        assert found.rank < found.world
+        _ = found.rank, found.world  # known from now on: torch forgets it once the user has destroyed all groups
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,31 @@ def test_torchs_own_save_and_load_go_on_to_the_bit(
     for found, epoch in run_ranks(other, second, to, torch.bfloat16, str(tmp_path / "ck")):
         assert found == straight[0]
         assert epoch == 7
+
+
+def scaled(rank: int, world: int, path: str) -> list[list[float]]:
+    """The loss scale of a run with a step that overflowed, and that of another which has loaded it."""
+    warnings.filterwarnings("ignore", "step 3 was skipped")
+    runs = []
+    for _ in range(2):
+        model = layerwise.DataParallel(nn.Linear(4, 4, dtype=torch.float16))
+        runs.append((model, layerwise.Optimizer(model, **RULES, loss_scale=layerwise.LossScale(hysteresis=1))))
+    model, optimizer = runs[0]
+    for step in range(6):
+        loss = model(torch.ones(2, 4, dtype=torch.float16)).float().mean() * (torch.inf if step == 2 else 1.0)
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [layerwise.TrainState(*run) for run in runs]
+    dcp.save({"train": states[0]}, checkpoint_id=path, planner=layerwise.SavePlanner())
+    dcp.load({"train": states[1]}, checkpoint_id=path, planner=layerwise.LoadPlanner())
+    scalers = [optimizer.stepper.scaler for _, optimizer in runs]
+    return [[*scaler.state_dict().values()] for scaler in scalers if scaler is not None]
+
+
+def test_the_loss_scale_goes_with_it(tmp_path: Path) -> None:
+    for found in run_ranks(2, scaled, str(tmp_path / "ck")):
+        assert found == [[2.0**15, 3, 0]] * 2
 
 
 # ------------------------------------------------------------------------------------------ weights into any module

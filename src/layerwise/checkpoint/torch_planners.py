@@ -23,7 +23,7 @@ from layerwise.checkpoint.contents import Contents, Part, engine_of
 from layerwise.checkpoint.loading import check_published
 from layerwise.optim.optimizer import Optimizer
 
-_STEP = "layerwise.step"
+_STEP, _LOSS_SCALE = "layerwise.step", "layerwise.loss_scale"
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,30 @@ class TrainState:
         self._contents = Contents(engine_of(model, optimizer), optimizer)
         self._optimizer = optimizer
         self._step = torch.zeros((), dtype=torch.int64)
+        self._scale = {name: torch.zeros((), dtype=torch.float64) for name in self._scaler_state()}
+
+    def _scaler_state(self) -> dict[str, float]:
+        scaler = self._optimizer.stepper.scaler
+        return {} if scaler is None else scaler.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has of every tensor. Call it on every rank."""
         self._optimizer.bring_up_to_date()
         self._contents.make_ready()
         self._step.fill_(self._contents.engine.count.steps)
+        for name, value in self._scaler_state().items():
+            self._scale[name].fill_(value)
         found: dict[str, list[Part]] = {}
         for part in self._contents.parts():
             found.setdefault(part.key, []).append(part)
-        return {_STEP: self._step, **{key: Boxes(tuple(parts)) for key, parts in found.items()}}
+        numbers = {_STEP: self._step, **{f"{_LOSS_SCALE}.{name}": value for name, value in self._scale.items()}}
+        return {**numbers, **{key: Boxes(tuple(parts)) for key, parts in found.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """What was loaded is there already; weights follow masters now, on every rank."""
-        optimizer = self._optimizer
-        scaler = optimizer.stepper.scaler
-        with optimizer.replacing_state(int(self._step), None if scaler is None else scaler.state_dict()) as follow:
+        scale = {name: float(value) for name, value in self._scale.items()}
+        with self._optimizer.replacing_state(int(self._step), scale or None) as follow:
             follow()
             check_published(self._contents.engine)
 

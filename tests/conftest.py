@@ -20,25 +20,34 @@ settings.load_profile("suite")
 if is_poisoned():
     poison_memory()
 
-CROSSES = (
-    "distributed/test_checkpoints.py",
-    "distributed/test_ddp.py",
-    "distributed/test_fsdp2_changes.py",
-    "distributed/test_fsdp2_life.py",
-    "distributed/test_mesh_zoo.py",
-    "distributed/test_planned_sharded.py",
-    "distributed/test_quantized.py",
-    "distributed/test_quantized_life.py",
-    "distributed/test_sharded_training.py",
-    "distributed/test_trainer_sharded.py",
-    "distributed/test_whole_state.py",
-    "examples/test_fsdp2.py",
-    "hf/test_sharded.py",
-    "hf/test_trace.py",
-)
-"""Files whose slow tests are crosses of meshes or models with everything else: hundreds of cases of a few seconds."""
-KEPT = 12
-"""Of these, `make test-all` runs one in so many, always the same ones; `make exhaustive` runs the others."""
+CROSSES = {
+    **dict.fromkeys(
+        (
+            "distributed/test_checkpoints.py",
+            "distributed/test_ddp.py",
+            "distributed/test_fsdp2_changes.py",
+            "distributed/test_fsdp2_life.py",
+            "distributed/test_mesh_zoo.py",
+            "distributed/test_planned_sharded.py",
+            "distributed/test_quantized.py",
+            "distributed/test_quantized_life.py",
+            "distributed/test_sharded_training.py",
+            "distributed/test_trainer_sharded.py",
+            "distributed/test_whole_state.py",
+            "examples/test_fsdp2.py",
+            "hf/test_sharded.py",
+            "hf/test_trace.py",
+        ),
+        12,
+    ),
+    "distributed/test_foreign.py": 2,
+    "distributed/test_goldens.py": 3,
+    "distributed/test_overlap.py": 3,
+    "distributed/test_planned_bytes.py": 3,
+    "distributed/test_trainer_checkpoints.py": 2,
+}
+"""Files whose slow tests are crosses of meshes or models with everything else: hundreds of cases of a few seconds. `make test-all` runs one in so many of
+them, always the same ones; `make exhaustive` runs the others."""
 
 BROAD = 5
 """Of the cases of a test that is marked as broad, `make test` runs one in so many: the first, and then every fifth."""
@@ -72,6 +81,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[name] % (BROAD if item.get_closest_marker("broad") else BROAD_OF_RANKS):
                 item.add_marker("slow")
             seen[name] += 1
-        is_cross = item.get_closest_marker("slow") and place.as_posix() in CROSSES
-        if is_cross and zlib.crc32(item.nodeid.encode()) % KEPT:
+        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % CROSSES.get(place.as_posix(), 1):
             item.add_marker("exhaustive")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -156,6 +157,20 @@ def test_a_second_save_waits_for_the_first_and_loading_for_the_last(tmp_path: Pa
     for found in run_ranks(2, one_after_another, str(tmp_path)):
         assert found == [4, [2, 3], 3, True, False]  # a step more was taken while the second of step 2 was let be
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000002", "step_00000003"]
+
+
+def loaded_at_once(rank: int, world: int, folder: str) -> list[bool]:
+    training = trained(rank, 1)
+    expected = training.hash()
+    with held_up(lambda: time.sleep(0.3)):
+        written = layerwise.save(Path(folder, "one"), training.model, training.optimizer, background=True)
+        training.step(rank, 1)
+        layerwise.load(Path(folder, "one"), training.model, training.optimizer)
+    return [written.is_done, training.hash() == expected]
+
+
+def test_loading_waits_for_what_is_being_written(tmp_path: Path) -> None:
+    assert run_ranks(2, loaded_at_once, str(tmp_path)) == [[True, True]] * 2
 
 
 def taken_back(rank: int, world: int, folder: str) -> bool:

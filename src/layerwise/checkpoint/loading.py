@@ -23,7 +23,7 @@ from layerwise.checkpoint.fitting import Names, Policy, Read, fit
 from layerwise.checkpoint.manifest import Manifest, expect
 from layerwise.checkpoint.plain import from_plain, number
 from layerwise.checkpoint.rates import rates_of
-from layerwise.checkpoint.saving import EXTRA, RNG
+from layerwise.checkpoint.saving import EXTRA, RNG, finish_before
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed
@@ -85,6 +85,7 @@ def load(
         contents = BareModule.of(model)
     else:
         contents = Contents(engine_of(model, optimizer), optimizer)
+        finish_before(contents)  # it may be what is asked for
     groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
     manifest = derive_together(

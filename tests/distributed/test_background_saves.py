@@ -173,6 +173,18 @@ def test_loading_waits_for_what_is_being_written(tmp_path: Path) -> None:
     assert run_ranks(2, loaded_at_once, str(tmp_path)) == [[True, True]] * 2
 
 
+def only_some(rank: int, world: int, folder: str) -> tuple[str, bool]:
+    training = trained(rank, 1)
+    save = lambda **way: layerwise.save(Path(folder, "one"), training.model, training.optimizer, **way)  # noqa: E731
+    return raised(lambda: save(background=rank == 1)), save(background=True).wait().exists()
+
+
+def test_ranks_that_are_of_two_minds_are_told_so(tmp_path: Path) -> None:
+    for said, is_there in run_ranks(3, only_some, str(tmp_path)):
+        assert "ranks 0 and 1 derived different checkpoints: plan, background: False against True" in said
+        assert is_there
+
+
 def taken_back(rank: int, world: int, folder: str) -> bool:
     training = trained(rank, 1)
     release = threading.Event()

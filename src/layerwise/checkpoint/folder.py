@@ -76,8 +76,8 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last one has ended without a checkpoint; the next call raises what went wrong. Ranks may come to know
-        one after another."""
+        """Whether saving the last one has ended in an error, which the next call raises. Ranks may come to know one after
+        another."""
         return self._saving is not None and self._saving.has_failed
 
     def load(

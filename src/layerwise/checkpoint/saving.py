@@ -56,7 +56,7 @@ class Saving:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended without a checkpoint."""
+        """Whether it has ended in an error, which `wait()` raises."""
         return self._errand is not None and self._errand.has_failed
 
     def wait(self) -> Path:
@@ -122,7 +122,7 @@ def save_and_then(
         _begin(groups, target)
         return Share.of(contents, beside if groups.rank == 0 else {}, copied=background)
 
-    share = derive_together(groups, "checkpoints", prepare, lambda _: {})
+    share = derive_together(groups, "checkpoints", prepare, lambda _: {"background": background})
 
     def finish() -> None:
         _finish(about, groups.world, target)

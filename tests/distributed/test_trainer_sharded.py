@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from layerwise.comm.dispatch import ExpertRanks
 from layerwise.comm.joining import Ranks
@@ -83,9 +84,40 @@ def test_ten_steps_are_those_of_one_process(text: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp x tp", "ep x fsdp", "ddp"])
 def test_a_hundred_steps_follow_the_curve_of_one_process(text: str, name: str) -> None:
-    alone = train_on_rank(0, 1, config_of(text, name, 100, alone=True))
-    assert largest_difference(curve_of(config_of(text, name, 100), ranks_of(name)), alone) < TOLERANCE
+    config = config_of(text, name, 100, alone=True)
+    alone = train_on_rank(0, 1, config)
+    found, steps = curve_of(config_of(text, name, 100), ranks_of(name)), 100
+    if "n_experts" in MESHES[name][1]:
+        # A token between two experts goes to the other one by a rounding, and from then on these are two runs: that is seen on some
+        # machines after 46 steps, also in one process whose weights began an ulp apart. Up to there the curve is followed.
+        with mock.patch.object(loop, "prepare", _an_ulp_apart):
+            nudged = train_on_rank(0, 1, config)
+        steps = (
+            next(
+                (n for n in range(100) if largest_difference(_until(nudged, n), _until(alone, n)) > TOLERANCE / 4), 101
+            )
+            - 1
+        )
+        assert largest_difference(found, alone) < TOLERANCE + 10 * largest_difference(nudged, alone)
+    assert steps > 30
+    assert largest_difference(_until(found, steps), _until(alone, steps)) < TOLERANCE
     assert alone.losses[-1] < 0.7 * alone.losses[0]
+
+
+_prepare = loop.prepare
+
+
+def _an_ulp_apart(*args: Any) -> loop.Run:
+    run = _prepare(*args)
+    with torch.no_grad():
+        for param in run.optimizer.engine.storage.params.values():
+            param.mul_(1 + 6e-8)
+    return run
+
+
+def _until(curve: Curve, steps: int) -> Curve:
+    """The first steps of a run, with its validation at the end if that is all of it."""
+    return Curve(curve.losses[:steps], curve.norms[:steps], curve.bpbs[: 2 if steps == 100 else 1], 0)  # type: ignore[arg-type]
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from layerwise.checkpoint.contents import Contents, engine_of
+from layerwise.checkpoint.contents import engine_of
 from layerwise.checkpoint.disk import PARTIAL, partial_of, read_manifest, sync_folder, write_files
 from layerwise.checkpoint.loading import Loaded, load
 from layerwise.checkpoint.saving import Saving, finish_before, save_and_then
@@ -58,9 +58,9 @@ class Checkpoints:
     ) -> Path:
         """`layerwise.save` under the name of a step; older ones than are to be kept go. Call it on every rank. A step of which
         there is a checkpoint already is left as it is."""
-        contents = Contents(engine_of(model, optimizer), optimizer)
-        groups, path = contents.groups, self.path_of(step)
-        finish_before(contents)  # it may be of this step
+        engine, path = engine_of(model, optimizer), self.path_of(step)
+        groups = engine.groups
+        finish_before(engine)  # it may be of this step
         if not _first_says(groups, path.exists()):
             self._saving = save_and_then(
                 path, model, optimizer, extra, lambda: self._tidy(path), background=self.background
@@ -93,9 +93,9 @@ class Checkpoints:
         reset: Sequence[str] = (),
     ) -> Loaded | None:
         """`layerwise.load` of a step, or of the last one that there is; None where there is none. Call it on every rank."""
-        contents = Contents(engine_of(model, optimizer), optimizer)
-        groups = contents.groups
-        finish_before(contents)
+        engine = engine_of(model, optimizer)
+        groups = engine.groups
+        finish_before(engine)
         steps = self.steps()
         last = _first_says(groups, steps[-1] if steps else None)
         if step is None and last is None:

@@ -85,7 +85,7 @@ def load(
         contents = BareModule.of(model)
     else:
         contents = Contents(engine_of(model, optimizer), optimizer)
-        finish_before(contents)  # it may be what is asked for
+        finish_before(contents.engine)  # it may be what is asked for
     groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
     manifest = derive_together(

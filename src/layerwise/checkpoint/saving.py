@@ -23,6 +23,7 @@ from layerwise.checkpoint.plain import to_plain
 from layerwise.checkpoint.rates import options_of
 from layerwise.comm.errands import Errand
 from layerwise.comm.groups import Groups, derive_together
+from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, warn
 from layerwise.memory.copies import Copies
 from layerwise.models.tracing import never_traced
@@ -107,7 +108,7 @@ def save_and_then(
     engine = engine_of(model, optimizer)
     contents = Contents(engine, optimizer)
     groups, target = engine.groups, Path(path)
-    finish_before(contents)
+    finish_before(engine)
     if optimizer is not None:
         optimizer.bring_up_to_date()
     else:
@@ -145,10 +146,10 @@ def save_and_then(
     return Saving(target, None)
 
 
-def finish_before(contents: Contents) -> None:
+def finish_before(engine: Engine) -> None:
     """Wait for a checkpoint that is still being written; raise, on every rank, what nobody was told of."""
-    if not contents.engine.errands.is_idle:
-        _together(contents.groups, contents.engine.errands.finish)
+    if not engine.errands.is_idle:
+        _together(engine.groups, engine.errands.finish)
 
 
 def _together(groups: Groups, do: Callable[[], None]) -> None:

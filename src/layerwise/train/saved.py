@@ -51,8 +51,10 @@ class Saved:
         """The first rank says in which folder."""
         told = joining.from_first("" if folder is None else str(folder), ranks)
         asked = config.checkpoint
-        checkpoints = layerwise.Checkpoints(told or ".", keep=asked.keep, background=asked.background)
-        return cls(config, model, optimizer, checkpoints if asked.every and told else None)
+        checkpoints = None
+        if asked.every and told:
+            checkpoints = layerwise.Checkpoints(told, keep=asked.keep, background=asked.background)
+        return cls(config, model, optimizer, checkpoints)
 
     def resume(self, start: Progress) -> Progress:
         """Load the last checkpoint, and say how far its run was; the start, where there is none."""

@@ -8,45 +8,22 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import layerwise
-from layerwise.checkpoint import saving
 from tests.ranks import raised, run_ranks
-from tests.reliability.training import Training, small
+from tests.reliability.training import Training, held_up, small
 
 
-@contextmanager
-def held_up(until: Callable[[], object]) -> Iterator[None]:
-    """Whoever writes a share waits for something first."""
-    real = saving._write_share
-
-    def write_share(*args: Any) -> None:
-        until()
-        real(*args)
-
-    with mock.patch.object(saving, "_write_share", write_share):
-        yield
-
-
-@contextmanager
-def no_room_on(rank: int) -> Iterator[None]:
-    """The disk of one rank is full."""
-
-    def fail() -> None:
-        if dist.get_rank() == rank:
-            raise OSError(28, "No space left on device")
-
-    with held_up(fail):
-        yield
+def no_room_on_the_second(rank: int, partial: Path) -> None:
+    """Its disk is full."""
+    if rank == 1:
+        raise OSError(28, "No space left on device")
 
 
 def trained(rank: int, steps: int, **changes: Any) -> Training:
@@ -67,7 +44,7 @@ def goes_on_meanwhile(rank: int, world: int, folder: str, layout: str, dtype: to
     extra = {"tensor": torch.arange(5.0), "list": [1, 2]}
     layerwise.save(Path(folder, "spot"), training.model, training.optimizer, extra=extra)
     expected, go_on = training.hash(), threading.Event()
-    with held_up(go_on.wait):
+    with held_up(lambda *_: go_on.wait()):
         written = layerwise.save(
             Path(folder, "aside"), training.model, training.optimizer, extra=extra, background=True
         )
@@ -110,7 +87,7 @@ def test_what_is_written_is_what_there_was(tmp_path: Path, world: int, layout: s
 def fails_aside(rank: int, world: int, folder: str) -> list[str]:
     training, found = trained(rank, 1), []
     save = lambda name: layerwise.save(Path(folder, name), training.model, training.optimizer, background=True)  # noqa: E731
-    with warnings.catch_warnings(record=True) as heard, no_room_on(1):
+    with warnings.catch_warnings(record=True) as heard, held_up(no_room_on_the_second):
         warnings.simplefilter("always")
         written = save("one")
         found += [raised(written.wait), str(written.has_failed), str(Path(folder, "one").exists())]
@@ -139,7 +116,7 @@ def one_after_another(rank: int, world: int, folder: str) -> list[Any]:
     training = trained(rank, 1)
     checkpoints = layerwise.Checkpoints(folder, keep=2, background=True)
     order: list[str] = []
-    with held_up(lambda: order.append("write")):
+    with held_up(lambda *_: order.append("write")):
         for step in (1, 2, 2, 3):
             checkpoints.save(training.model, training.optimizer, step=step)
             order.append(f"begun {step}")
@@ -162,7 +139,7 @@ def test_a_second_save_waits_for_the_first_and_loading_for_the_last(tmp_path: Pa
 def loaded_at_once(rank: int, world: int, folder: str) -> list[bool]:
     training = trained(rank, 1)
     expected = training.hash()
-    with held_up(lambda: time.sleep(0.3)):
+    with held_up(lambda *_: time.sleep(0.3)):
         written = layerwise.save(Path(folder, "one"), training.model, training.optimizer, background=True)
         training.step(rank, 1)
         layerwise.load(Path(folder, "one"), training.model, training.optimizer)
@@ -188,7 +165,7 @@ def test_ranks_that_are_of_two_minds_are_told_so(tmp_path: Path) -> None:
 def taken_back(rank: int, world: int, folder: str) -> bool:
     training = trained(rank, 1)
     release = threading.Event()
-    with held_up(release.wait):
+    with held_up(lambda *_: release.wait()):
         layerwise.save(Path(folder, "one"), training.model, training.optimizer, background=True)
         threading.Timer(0.3, release.set).start()
         training.model.unwrap()  # type: ignore[operator]  # which leaves all groups

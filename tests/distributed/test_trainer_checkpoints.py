@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 
 import layerwise
-from layerwise.checkpoint import saving
 from layerwise.comm.joining import Ranks
 from layerwise.config.schema import CheckpointConfig, TrainConfig
 from layerwise.train import loop
@@ -18,6 +17,7 @@ from layerwise.train.metrics import Record, RunRecord, StepRecord
 from tests.distributed.trainer_jobs import CPU, small_config
 from tests.marks import sampled
 from tests.ranks import raised, run_ranks
+from tests.reliability.training import held_up
 from tests.worlds import hash_tensors, held
 
 MOE = {"n_experts": 4, "top_k": 2, "expert_hidden": 8, "router_penalty": 0.05}
@@ -117,14 +117,13 @@ def test_a_run_goes_on_to_the_bit_from_what_was_written_in_the_background(tmp_pa
 
 def fails_in_the_background(rank: int, world: int, config: TrainConfig, folder: str) -> tuple[str, int]:
     """What a run says whose second rank cannot write its third checkpoint, and how many steps it took."""
-    heard, real = Heard(), saving._write_share
+    heard = Heard()
 
-    def write_share(share: saving.Share, rank: int, partial: Path) -> None:
+    def fail(rank: int, partial: Path) -> None:
         if rank == 1 and "step_00000003" in partial.name:
             raise OSError(28, "No space left on device")
-        real(share, rank, partial)
 
-    with mock.patch.object(saving, "_write_share", write_share):
+    with held_up(fail):
         ranks = Ranks(rank=rank, world=world, local_rank=rank, device=CPU)
         said = raised(lambda: loop.train(config, ranks, (heard,), checkpoints=Path(folder)))
     return said, max(heard.losses, default=0)

@@ -34,6 +34,7 @@ from layerwise.engine.engine import Engine
 from layerwise.models.quantized import QuantizedTensor
 from tests.ranks import RankFailure, run_ranks
 from tests.reliability import Outcome, tally
+from tests.reliability.training import held_up
 from tests.worlds import hash_tensors, held
 
 STEPS = 9
@@ -215,15 +216,9 @@ def _no_state(rank: int) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _no_copy(rank: int) -> Iterator[dict[str, Any]]:
     """What is written in the background is what the steps after it have left, and slowly."""
-    real = saving._write_share
-
-    def write_share(*args: Any) -> None:
-        time.sleep(0.2)
-        real(*args)
-
     with (
         mock.patch.object(saving, "_copied", lambda parts, copies: list(parts)),
-        mock.patch.object(saving, "_write_share", write_share),
+        held_up(lambda *_: time.sleep(0.2)),
     ):
         yield {}
 

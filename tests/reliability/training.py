@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import layerwise
+from layerwise.checkpoint import saving
 from tests.reference.oracle import Hyper
 from tests.worlds import Case, deliver, gradient, hash_everything, hash_tensors, rules, wrap
 
@@ -44,6 +49,19 @@ class Training:
             warnings.simplefilter("ignore")  # that state_dict() has this rank's part alone
             everything = hash_everything(self.optimizer)
         return hashlib.sha256((everything + rates + drawn).encode()).hexdigest()
+
+
+@contextmanager
+def held_up(until: Callable[[int, Path], object]) -> Iterator[None]:
+    """Whoever writes a share of a checkpoint does this first, told its rank and the folder that it is written in."""
+    real = saving._write_share
+
+    def write_share(share: saving.Share, rank: int, partial: Path) -> None:
+        until(rank, partial)
+        real(share, rank, partial)
+
+    with mock.patch.object(saving, "_write_share", write_share):
+        yield
 
 
 def small(**changes: Any) -> Training:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from layerwise.errors import PlanMismatchError
 from layerwise.layout.meshes import Cut, Placed
 from layerwise.layout.shards import Ranks
 from layerwise.routing.spec import EXPERT
+
+_SPEC: Callable[[object], object] = attrgetter("_spec")
+_LOCAL: Callable[[object], Tensor] = attrgetter("_local_tensor")
 
 
 def is_sharded(tensor: object) -> bool:
@@ -47,6 +51,26 @@ def placed_alike(own: Tensor, other: Tensor) -> bool:
         return is_sharded(own) is is_sharded(other)
     one, two = _as_dtensor(own), _as_dtensor(other)
     return bool(one.device_mesh == two.device_mesh and one.placements == two.placements)
+
+
+class PlacedAlike:
+    """Whether tensors lie as sharded params do, asked in every step: with no step of Python for each of them, as long as what
+    says so is what said so before."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._params = list(params)
+        self._specs: list[object] = []
+
+    def locals_of(self, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """What this rank has of each, if all are DTensors that lie as the params do."""
+        if len({*map(type, tensors)}) != 1 or not all(map(is_sharded, tensors[:1])):
+            return None
+        specs = list(map(_SPEC, tensors))
+        if len(specs) != len(self._specs) or not all(map(is_, specs, self._specs)):
+            if not all(map(placed_alike, self._params, cast("Sequence[Tensor]", tensors))):
+                return None
+            self._specs = specs
+        return list(map(_LOCAL, tensors))
 
 
 def like(param: Tensor, local: Tensor) -> Tensor:

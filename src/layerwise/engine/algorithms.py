@@ -15,6 +15,7 @@ from layerwise.config.rules import wire_dtype_for
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import adamw_, keep_of, lion_, momentum_
 from layerwise.kernels.facts import products_for
+from layerwise.kernels.lists import Tensors
 from layerwise.kernels.products import Products
 from layerwise.kernels.recorded import Recorder
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
@@ -28,12 +29,12 @@ LiveOptions = Mapping[str, object]
 class Runs:
     """Stretches of this rank's shards with equal options: flat fp32 tensors, one entry per run in each list."""
 
-    masters: list[Tensor]
-    grads: list[Tensor]  # averaged; may be overwritten
-    states: Mapping[str, list[Tensor]]
+    masters: Tensors
+    grads: Tensors  # averaged; may be overwritten
+    states: Mapping[str, Tensors]
     scale: float = 1.0
     """What gradients count as multiplied by."""
-    into: list[Tensor] | None = None
+    into: Tensors | None = None
     """Where what is to be orthogonalised goes, in the dtype that it is rounded to there; None: to where gradients are."""
 
 

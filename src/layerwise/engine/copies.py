@@ -75,7 +75,7 @@ def _in_shards(storage: Storage, domain: str, communicator: Communicator) -> str
     for shard, slot in zip(shards, first_slot, strict=True):
         for number, span in enumerate(shard.spans):
             numbers[slot + number, :2] = hash_bits(shard.rounded()[span.part])
-            norm = torch.linalg.vector_norm(shard.update[span.part], dtype=torch.float64)
+            norm = torch.linalg.vector_norm(shard.update.view(-1)[span.part], dtype=torch.float64)
             numbers[slot + number, 2] = norm.view(torch.int64)
     rows = communicator.gather_numbers(numbers.flatten(), label="copies").cpu().view(communicator.world, total, 3)
     norms = rows[..., 2].contiguous().view(torch.float64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from layerwise.comm.handles import Handle
 from layerwise.dtypes import DType
 from layerwise.errors import StateError
 from layerwise.kernels.elementwise import copy_all_
+from layerwise.kernels.lists import Cuts, View, Views, laid_out, stretch
 from layerwise.layout.exchange import Exchange, Leg, Parcel, exchange_for
 from layerwise.layout.schedule import CommOp, CommSchedule
 from layerwise.layout.slots import Slot, passage_nbytes
@@ -54,25 +56,6 @@ class OwnedRegion(NamedTuple):
     region: Region
     matrix: Matrix
     master: Tensor  # view of the shard's master
-
-
-class _HomeRegion(NamedTuple):
-    """Where a region of a matrix lies in the batches of its home."""
-
-    batch: int
-    position: int
-    """Of its matrix in the batch."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    is_whole: bool
-    """All of the matrix, as one stretch."""
-
-    def of(self, batch: Tensor, flat: Sequence[Tensor]) -> Tensor:
-        """A view of its batch, of which `flat` has the matrices, each as one stretch."""
-        if self.is_whole:  # nearly always
-            return flat[self.position]
-        return batch.as_strided(self.shape, self.strides, batch.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
@@ -123,23 +106,31 @@ class Cohort:
         table = self._table
         self.staying, self.returning = self._owned(table.stays), self._owned(table.back.receives)
         # Homes get fresh tensors in every step: of those, only where in them things lie.
-        self._kept = self._home_regions(table.stays)
+        kept = self._in_batches(table.stays)
+        self._kept = Cuts(kept)
         sent = {parcel.item for parcel in table.there.sends}
         is_direct = [
             parcel.item not in sent and region.is_stretch for parcel in table.stays for region in parcel.regions
         ]
         self.direct = list(compress(self.staying, is_direct))
         """What stays here, goes nowhere else and is a stretch: momentum leaves it in the batches by itself."""
-        self._direct = list(compress(self._kept, is_direct))
+        self._direct = list(compress(kept, is_direct))
         copied = [one for one, direct in zip(self.staying, is_direct, strict=True) if not direct]
-        self._copied = [one for one, direct in zip(self._kept, is_direct, strict=True) if not direct]
+        self._copied = Cuts(one for one, direct in zip(kept, is_direct, strict=True) if not direct)
         self._copied_from, self._leaving = (
-            UpdateParts(((one.shard, one.region) for one in owned), region_of, stay=stay)
+            UpdateParts(((one.shard, one.region) for one in owned), stay=stay)
             for owned in (copied, self._owned(table.there.sends))
         )
-        self._arriving = self._home_regions(table.there.receives)
-        self._departing = self._home_regions(table.back.sends)
+        self._arriving, self._departing = (
+            Cuts(self._in_batches(parcels)) for parcels in (table.there.receives, table.back.sends)
+        )
+        # And where they lie in a message, one after the other.
+        self._sent, self._received, self._sent_back, self._returned = (
+            laid_out([region.shape for parcel in parcels for region in parcel.regions])
+            for parcels in (table.there.sends, table.there.receives, table.back.sends, table.back.receives)
+        )
         self._device = next(iter(shards.values())).master.device
+        self._nothing = torch.empty(0, dtype=self.dtype, device=self._device)
         self._slots: Slots | None = None
         self._slot: Slot | None = None
 
@@ -162,7 +153,7 @@ class Cohort:
 
     def send(self) -> Passage:
         """Start this cohort's pieces on their way to their homes."""
-        return self._move(self._there, self._leaving.now(), self._table.there)
+        return self._move(self._there, self._leaving.now(), self._sent, self._table.there)
 
     def unpack(self, passage: Passage) -> list[Tensor]:
         """The batches, (B, rows, cols) each, from what arrived and from what was here already; but for what is `direct`."""
@@ -171,38 +162,36 @@ class Cohort:
             torch.empty(len(batch.items), batch.rows, batch.cols, dtype=self.dtype, device=self._device)
             for batch in self.batches
         ]
-        copy_all_(_in_batches(self._copied, tensors), self._copied_from.now())
-        if self._arriving:
-            _scatter(received, _in_batches(self._arriving, tensors))
+        copy_all_(self._copied.of(tensors), self._copied_from.now())
+        copy_all_(self._arriving.of(tensors), self._received.of([received]))
         passage.release()
         return tensors
 
-    def directly(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """Where every region in `direct` goes, as one stretch."""
-        return [view if view.dim() == 1 else view.view(-1) for view in _in_batches(self._direct, batches)]
+    def directly(self, places: Iterable[int]) -> Cuts:
+        """Where in the batches these of the regions in `direct` go, each as one stretch."""
+        views = (self._direct[place] for place in places)
+        return Cuts(stretch(view.tensor, view.offset, view.offset + prod(view.shape)) for view in views)
 
     def send_back(self, directions: Sequence[Tensor]) -> Passage:
         """Start what became of the batches on its way back to the shards of other ranks."""
-        return self._move(self._back, _in_batches(self._departing, directions), self._table.back)
+        return self._move(self._back, self._departing.of(directions), self._sent_back, self._table.back)
 
-    def kept(self, directions: Sequence[Tensor]) -> list[Tensor]:
+    def kept(self, directions: Sequence[Tensor]) -> Views:
         """What became of every region in `staying`."""
-        return _in_batches(self._kept, directions)
+        return self._kept.of(directions)
 
-    def returned(self, passage: Passage) -> list[Tensor]:
+    def returned(self, passage: Passage) -> Views:
         """What became of every region in `returning`, where it arrived: until the passage is released."""
-        arrived = passage.handle.wait()
-        return _laid_out(arrived, [region.master for region in self.returning]) if self.returning else []
+        return self._returned.of([passage.handle.wait()])
 
-    def _move(self, op: CommOp | None, leaving: Sequence[Tensor], leg: Leg) -> Passage:
+    def _move(self, op: CommOp | None, leaving: Views, places: Cuts, leg: Leg) -> Passage:
         if op is None:  # no rank has anything to send
-            nothing = torch.empty(0, dtype=self.dtype, device=self._device)
-            return Passage(Handle(f"{self.label}, which stays where it is", nothing), None)
+            return Passage(Handle(f"{self.label}, which stays where it is", self._nothing), None)
         who = f"the {op.phase} of {self.label}"
         if self._slots is None or self._slot is None:
             raise StateError(f"{who} has been assigned no slot.")
         lease = self._slots.lease(self._slot, sum(leg.send_splits), sum(leg.receive_splits), self.dtype, who)
-        copy_all_(_laid_out(lease.send, leaving), leaving)
+        copy_all_(places.of([lease.send]), leaving)
         handle = self._communicator.all_to_all(op, lease.send, lease.receive, leg.send_splits, leg.receive_splits)
         return Passage(handle, lease)
 
@@ -216,35 +205,16 @@ class Cohort:
             )
         return found
 
-    def _home_regions(self, parcels: Iterable[Parcel]) -> list[_HomeRegion]:
+    def _in_batches(self, parcels: Iterable[Parcel]) -> list[View]:
+        """Where regions of parcels lie in the batches of their home."""
         found = []
         for parcel in parcels:
             matrix = self._work_plan.items[parcel.item].matrix
             batch, position = self._place[parcel.item]
             for region in parcel.regions:
                 offset, strides = region.in_matrix
-                is_whole = len(region.shape) == 1 and region.shape[0] == matrix.numel and region.is_stretch
-                found.append(
-                    _HomeRegion(batch, position, region.shape, strides, position * matrix.numel + offset, is_whole)
-                )
+                found.append(View(batch, region.shape, strides, position * matrix.numel + offset))
         return found
-
-
-def _scatter(received: Tensor, arriving: Sequence[Tensor]) -> None:
-    copy_all_(arriving, _laid_out(received, arriving))
-
-
-def _laid_out(message: Tensor, regions: Sequence[Tensor]) -> list[Tensor]:
-    """Where these regions lie in a message, one after the other."""
-    parts = torch.split(message[: sum(region.numel() for region in regions)], [region.numel() for region in regions])
-    return [part.view(region.shape) for part, region in zip(parts, regions, strict=True)]
-
-
-def _in_batches(regions: Sequence[_HomeRegion], tensors: Sequence[Tensor]) -> list[Tensor]:
-    if not regions:
-        return []
-    flat = [tensor.flatten(1).unbind() for tensor in tensors]
-    return [region.of(tensors[region.batch], flat[region.batch]) for region in regions]
 
 
 def _batches(work: WorkPlan, table: Exchange, group_of: Mapping[str, int]) -> tuple[Batch, ...]:

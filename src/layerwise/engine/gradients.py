@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from layerwise.comm.sharded import Elsewhere, is_sharded, local_of, on_one_mesh
+from layerwise.comm.sharded import Elsewhere, PlacedAlike, is_sharded, local_of, on_one_mesh
 from layerwise.memory.hooked import drop_grad, grad_of, grads_of
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
@@ -154,6 +153,7 @@ class OwnGradients(_GivenGradients):
         self._shards = [(fqn, shard) for shard in storage.shards for fqn in shard.plan.fqns]
         self._own = [self._params[fqn] for fqn, _ in self._shards]
         self._cut = {fqn for fqn, param in self._params.items() if is_sharded(param)}
+        self._alike = PlacedAlike(self._own)
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)
         self._shard_of = dict(self._shards)
         self._bound: list[str] = []
@@ -164,13 +164,22 @@ class OwnGradients(_GivenGradients):
 
     def check(self) -> None:
         # `finish` comes next, and need not look again.
-        self._plain = None if self._cut else _all_flat(list(grads_of(self._own)))
+        self._plain = self._all_plain()
         if self._plain is not None:
             return
         self._looked = self._look_at_all()
         for found in self._looked:
             if found.problem is not None:
                 raise found.problem
+
+    def _all_plain(self) -> list[Tensor] | None:
+        """What this rank has of all gradients at once, without a step of Python for each; None unless all of them are there
+        and as they nearly always are."""
+        grads = list(grads_of(self._own))
+        if not self._cut:
+            return _plain(grads)
+        found = None if self._elsewhere else self._alike.locals_of(grads)
+        return None if found is None else _plain(found)
 
     def _look_at_all(self) -> list[_Found]:
         grads = grads_of(self._own)
@@ -310,17 +319,15 @@ _IS_SPARSE: Callable[[Tensor], bool] = attrgetter("is_sparse")
 _REQUIRES_GRAD: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
-def _all_flat(grads: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """All gradients at once, in the order of their indices, without a step of Python for each; None unless all of them are
-    there and as they nearly always are: plain fp32 tensors, each with memory of its own."""
+def _plain(grads: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """Gradients that shards can have as they are: plain fp32 tensors, each with memory of its own. None if some are not."""
     if set(map(type, grads)) != {Tensor}:
         return None
-    found = cast("Sequence[Tensor]", grads)
+    found = cast("list[Tensor]", grads)
     if set(map(_DTYPE, found)) != {torch.float32} or any(map(_IS_SPARSE, found)) or any(map(_REQUIRES_GRAD, found)):
         return None
-    if not all(map(Tensor.is_contiguous, found)) or len(set(map(Tensor.data_ptr, found))) < len(found):
-        return None
-    return list(map(Tensor.view, found, repeat(-1)))
+    addresses = list(filter(None, map(Tensor.data_ptr, found)))  # what is empty has none
+    return found if all(map(Tensor.is_contiguous, found)) and len(set(addresses)) == len(addresses) else None
 
 
 def _flat(grad: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.engine.runs import Run, pieces, runs_of
 from layerwise.kernels.elementwise import couple_, look_at, subtract_scaled_
-from layerwise.kernels.lists import Kept
+from layerwise.kernels.lists import Cuts, Kept, Tensors, Views
 from layerwise.kernels.recorded import Recorder
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
@@ -33,8 +34,8 @@ class _Direct(NamedTuple):
     group: int
     runs: list[Run]
     states: Mapping[str, list[Tensor]]
-    places: list[int]
-    """Among all of the cohort that goes there."""
+    into: Cuts
+    """Where in the batches."""
 
 
 class AtHome(NamedTuple):
@@ -76,7 +77,8 @@ class Update:
         self._norm_groups = [{norm_group_of[fqn] for fqn in group.fqns} for group in groups]
         """Of every param group: one, nearly always."""
         self._scales = [1.0] * len(groups)
-        self._mixed = self._by_norm_group(norm_group_of, stay=engine.storage.keeps_updates)
+        self._keeps_updates = engine.storage.keeps_updates
+        self._mixed = self._by_norm_group(norm_group_of)
         shard_by_index = {shard.plan.index: shard for shard in self._shards}
         self._cohorts = [
             [
@@ -88,7 +90,7 @@ class Update:
                     cohort,
                     self._group_of,
                     wire_dtypes[work.domain, cohort],
-                    stay=engine.storage.keeps_updates,
+                    stay=self._keeps_updates,
                 )
                 for cohort in range(work.num_cohorts)
             ]
@@ -103,11 +105,14 @@ class Update:
         )
         """Masters of what stays where it is in each cohort, and of what comes back."""
         self._direct = {cohort: self._direct_of(cohort) for cohort in every}
-        self._left = self._left_over()
-        self._keeps_updates = engine.storage.keeps_updates
-        self._grads: list[Kept] = []
-        self._direct_grads: dict[Cohort, list[Kept]] = {}
-        self._states = [self._states_of(index, members) for index, members in enumerate(self._left)]
+        left = self._left_over()
+        self._states = [self._states_of(index, members) for index, members in enumerate(left)]
+        self._parts = [self._parts_of(members) for members in left]
+        self._direct_parts = {
+            cohort: [self._parts_of(direct.runs) for direct in found] for cohort, found in self._direct.items()
+        }
+        self._grads: list[Views] = []
+        self._direct_grads: dict[Cohort, list[Views]] = {}
         self._staying_factors = {cohort: self._factors_of(cohort.staying) for cohort in every}
         self._returning_factors = {cohort: self._factors_of(cohort.returning) for cohort in every}
         travelling = [[cohort for cohort in cohorts if cohort.travels] for cohorts in self._cohorts]
@@ -125,7 +130,7 @@ class Update:
             for batch in cohort.batches
         }
 
-    def _by_norm_group(self, norm_group_of: Mapping[str, str], *, stay: bool) -> dict[str, UpdateParts]:
+    def _by_norm_group(self, norm_group_of: Mapping[str, str]) -> dict[str, UpdateParts]:
         """By norm group, the updates of param groups that are in several of them."""
         mixed = {fqn for fqn, index in self._group_of.items() if len(self._norm_groups[index]) > 1}
         names = sorted({norm_group_of[fqn] for fqn in mixed})
@@ -133,9 +138,7 @@ class Update:
         number_of = {fqn: names.index(norm_group_of[fqn]) if fqn in mixed else others for fqn in self._group_of}
         runs = [run for shard in self._shards for run in runs_of(shard, number_of)]
         return {
-            name: UpdateParts(
-                ((run.shard, slice(run.start, run.stop)) for run in runs if run.group == number), stay=stay
-            )
+            name: self._parts_of(run for run in runs if run.group == number)
             for number, name in enumerate(names)
             if any(run.group == number for run in runs)
         }
@@ -154,8 +157,11 @@ class Update:
         for group in sorted({run.group for run in runs}):
             places = [place for place, run in enumerate(runs) if run.group == group]
             own = [runs[place] for place in places]
-            found.append(_Direct(group, own, self._states_of(group, own), places))
+            found.append(_Direct(group, own, self._states_of(group, own), cohort.directly(places)))
         return found
+
+    def _parts_of(self, runs: Iterable[Run]) -> UpdateParts:
+        return UpdateParts(((run.shard, slice(run.start, run.stop)) for run in runs), stay=self._keeps_updates)
 
     def _left_over(self) -> list[list[Run]]:
         """The runs of every param group without what goes to batches directly."""
@@ -177,22 +183,14 @@ class Update:
     def prepare(self) -> None:
         """Look at the gradients of this step, before it is known whether they count: the host waits for that in any case,
         and the device for the host afterwards."""
-        if self._grads and self._keeps_updates:
-            return  # they lie where they did
-        self._grads = [self._bound(members) for members in self._left]
-        self._direct_grads = {
-            cohort: [self._bound(direct.runs) for direct in found] for cohort, found in self._direct.items()
-        }
+        self._grads = [parts.now() for parts in self._parts]
+        self._direct_grads = {cohort: [parts.now() for parts in found] for cohort, found in self._direct_parts.items()}
+        for grads in chain(self._grads, *self._direct_grads.values()):
+            look_at(grads)
 
     def forget(self) -> None:
         """Gradients of this step are not wanted any more."""
-        if not self._keeps_updates:
-            self._grads, self._direct_grads = [], {}
-
-    def _bound(self, runs: Iterable[Run]) -> Kept:
-        grads = Kept(run.of(run.shard.update) for run in runs)
-        look_at(grads)
-        return grads
+        self._grads, self._direct_grads = [], {}
 
     def _factors_of(self, regions: Sequence[OwnedRegion]) -> Factors:
         return Factors((self._group_of[region.matrix.fqn], region.matrix.scaled_as) for region in regions)
@@ -218,7 +216,7 @@ class Update:
             torch._foreach_div_(updates, divisor)
         for name, parts in self._mixed.items():
             if coefficients[name] < 1.0:
-                torch._foreach_mul_(parts.now(), coefficients[name])
+                torch._foreach_mul_(list(parts.now()), coefficients[name])
         self._scales = [coefficients[next(iter(names))] if len(names) == 1 else 1.0 for names in self._norm_groups]
 
     def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
@@ -247,7 +245,7 @@ class Update:
         masters, weight_decay = self._masters[index], number(live, "weight_decay")
         with scope(f"{group.rule.kind} element-wise"):
             if weight_decay != 0.0 and live["weight_decay_mode"] == "coupled":
-                grads = [run.of(run.shard.update) for run in self._runs[index]]
+                grads = [run.of(run.shard.update.view(-1)) for run in self._runs[index]]
                 couple_(grads, masters, weight_decay=weight_decay, scale=self._scales[index])
                 self._scales[index] = 1.0
             runs = Runs(masters, self._grads[index], self._states[index], self._scales[index])
@@ -258,10 +256,8 @@ class Update:
 
     def _prepare_directly(self, cohort: Cohort, batches: Sequence[Tensor], options: Sequence[LiveOptions]) -> None:
         """The same for what of a cohort is left in its batches at once."""
-        places = cohort.directly(batches)
         for direct, grads in zip(self._direct[cohort], self._direct_grads[cohort], strict=True):
-            into = [places[place] for place in direct.places]
-            runs = Runs([], grads, direct.states, self._scales[direct.group], into)
+            runs = Runs([], grads, direct.states, self._scales[direct.group], direct.into.of(batches))
             MATRIX[self._groups[direct.group].rule.kind].prepare_(runs, options[direct.group])
 
     def _walk(self, cohorts: Sequence[Cohort], options: Sequence[LiveOptions], meanwhile: Callable[[], None]) -> None:
@@ -310,7 +306,7 @@ class Update:
         passage.release()
 
     def _subtract(
-        self, masters: list[Tensor], directions: list[Tensor], factors: Factors, options: Sequence[LiveOptions]
+        self, masters: Tensors, directions: Tensors, factors: Factors, options: Sequence[LiveOptions]
     ) -> None:
         """Masters decay where they are updated: every element of a matrix is, once."""
         subtract_scaled_(masters, directions, factors.under(options), factors.keeps_under(options))

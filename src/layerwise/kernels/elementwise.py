@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from layerwise.kernels.facts import has_own_kernels
-
-Tensors = list[Tensor]
-
+from layerwise.kernels.lists import Tensors, facts_of
 
 # `scale` is what gradients count as multiplied by (they are clipped so), `keep` what weights are multiplied by before they are
 # updated (they decay so): whoever reads them anyway does it on the way, with the rounding of a pass of its own.
@@ -39,13 +37,14 @@ def couple_(grads: Tensors, masters: Tensors, *, weight_decay: float, scale: flo
     """Weight decay as a part of the gradient, which is clipped before."""
     if not grads:
         return
+    grads, masters = list(grads), list(masters)
     _scale_(grads, scale)
     torch._foreach_add_(grads, masters, alpha=weight_decay)
 
 
 def look_at(tensors: Tensors) -> None:
     """Whatever is called with this list later finds there what it has to know of it."""
-    if tensors and has_own_kernels(tensors[0].device):
+    if tensors and has_own_kernels(facts_of(tensors).device):
         from layerwise.kernels.triton_elementwise import look_at
 
         look_at(tensors)
@@ -64,11 +63,12 @@ def momentum_(
     rounded to the dtype there. That is in `grads`, if nothing else is said; else those may hold anything afterwards."""
     if not grads:
         return
-    if has_own_kernels(grads[0].device):
+    if has_own_kernels(facts_of(grads).device):
         from layerwise.kernels.triton_elementwise import fused_momentum_
 
         fused_momentum_(grads, momenta, into, momentum=momentum, nesterov=nesterov, scale=scale)
         return
+    grads, momenta = list(grads), list(momenta)
     _scale_(grads, scale)
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, grads, alpha=1.0 - momentum)
@@ -78,7 +78,7 @@ def momentum_(
     else:
         torch._foreach_copy_(grads, momenta)
     if into is not None:
-        torch._foreach_copy_(into, grads)
+        torch._foreach_copy_(list(into), grads)
 
 
 def subtract_scaled_(
@@ -88,11 +88,12 @@ def subtract_scaled_(
     another dtype count as if they had been cast to that of the masters."""
     if not masters:
         return
-    if has_own_kernels(masters[0].device):
+    if has_own_kernels(facts_of(masters).device):
         from layerwise.kernels.triton_pairs import fused_subtract_
 
         fused_subtract_(masters, updates, factors, keeps)
         return
+    masters = list(masters)
     if keeps is not None and set(keeps) != {1.0}:
         torch._foreach_mul_(masters, list(keeps))
     if masters[0].is_cuda:  # one pass for every factor instead of two passes
@@ -102,16 +103,16 @@ def subtract_scaled_(
         for factor, some in by_factor.items():
             torch._foreach_add_([masters[index] for index in some], [updates[index] for index in some], alpha=-factor)
         return
-    updates = [update.to(master.dtype) for master, update in zip(masters, updates, strict=True)]
-    torch._foreach_mul_(updates, list(factors))
-    torch._foreach_sub_(masters, updates)
+    wide = [update.to(master.dtype) for master, update in zip(masters, updates, strict=True)]
+    torch._foreach_mul_(wide, list(factors))
+    torch._foreach_sub_(masters, wide)
 
 
-def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_all_(targets: Tensors, sources: Tensors) -> None:
     """Every source into its target, casts included; pairs are views of equal shapes."""
     if not targets:
         return
-    if has_own_kernels(targets[0].device):
+    if has_own_kernels(facts_of(targets).device):
         from layerwise.kernels.triton_pairs import fused_copy_
 
         fused_copy_(targets, sources)
@@ -137,12 +138,13 @@ def adamw_(
         return
     beta1, beta2 = betas
     root, size = math.sqrt(1.0 - beta2**step), lr / (1.0 - beta1**step)
-    if has_own_kernels(masters[0].device):
+    if has_own_kernels(facts_of(masters).device):
         from layerwise.kernels.triton_elementwise import fused_adamw_
 
         lists = masters, grads, exp_avgs, exp_avg_sqs
         fused_adamw_(*lists, betas=betas, root=root, eps=eps, size=size, keep=keep, scale=scale)
         return
+    masters, grads, exp_avgs, exp_avg_sqs = map(list, (masters, grads, exp_avgs, exp_avg_sqs))
     _scale_(masters, keep)
     _scale_(grads, scale)
     torch._foreach_mul_(exp_avgs, beta1)
@@ -168,11 +170,12 @@ def lion_(
     """One Lion update: step along the sign of an interpolated momentum, then advance the momentum."""
     if not masters:
         return
-    if has_own_kernels(masters[0].device):
+    if has_own_kernels(facts_of(masters).device):
         from layerwise.kernels.triton_elementwise import fused_lion_
 
         fused_lion_(masters, grads, exp_avgs, lr=lr, betas=betas, keep=keep, scale=scale)
         return
+    masters, grads, exp_avgs = map(list, (masters, grads, exp_avgs))
     _scale_(masters, keep)
     _scale_(grads, scale)
     beta1, beta2 = betas
@@ -185,6 +188,6 @@ def lion_(
     torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta2)
 
 
-def _scale_(tensors: Tensors, factor: float) -> None:
+def _scale_(tensors: list[Tensor], factor: float) -> None:
     if factor != 1.0:
         torch._foreach_mul_(tensors, factor)

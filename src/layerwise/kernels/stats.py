@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from layerwise.kernels.facts import has_own_kernels
+from layerwise.kernels.lists import Tensors, facts_of
 
 _CHUNK = 1 << 20
 """Elements widened to fp64 at a time: bounds the scratch memory to 8 MiB."""
 
 
-def square_sums(spans: Sequence[Tensor]) -> Tensor:
+def square_sums(spans: Tensors) -> Tensor:
     """The sum of squares of each span, in fp64. inf and NaN stay visible.
 
     Products of two fp32 numbers are exact in fp64 and their sum carries 29 spare bits, so the cut into spans and ranks
@@ -22,11 +21,12 @@ def square_sums(spans: Sequence[Tensor]) -> Tensor:
     """
     if not spans:
         return torch.zeros(0, dtype=torch.float64)
-    if has_own_kernels(spans[0].device):
+    device = facts_of(spans).device
+    if has_own_kernels(device):
         from layerwise.kernels.triton_stats import fused_square_sums
 
         return fused_square_sums(spans)
-    if spans[0].is_cuda:
+    if device.type == "cuda":
         # One launch for all spans and no widened copy; squaring the norm back costs one rounding in fp64.
         return torch.stack(torch._foreach_norm(list(spans), 2, dtype=torch.float64)).square()
     return torch.stack([_square_sum(span) for span in spans])
@@ -67,13 +67,13 @@ def masked_sums(values: Tensor, group_of: Tensor, num_groups: int) -> Tensor:
     return torch.where(group_of == groups[:, None], values, 0.0).sum(dim=1)
 
 
-def count_zeros(spans: Sequence[Tensor]) -> Tensor:
+def count_zeros(spans: Tensors) -> Tensor:
     """How many elements of all spans together are exactly zero, as fp64 (exact up to 2^53)."""
-    if spans and has_own_kernels(spans[0].device):
+    if spans and has_own_kernels(facts_of(spans).device):
         from layerwise.kernels.triton_stats import fused_zero_counts
 
         return fused_zero_counts(spans).sum()
-    total = torch.zeros((), dtype=torch.float64, device=spans[0].device if spans else None)
+    total = torch.zeros((), dtype=torch.float64, device=facts_of(spans).device if spans else None)
     for span in spans:
         total = total + (span.numel() - torch.count_nonzero(span)).double()
     return total

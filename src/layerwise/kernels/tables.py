@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -27,6 +28,11 @@ def stream_on(device: torch.device) -> int:
     """The stream that is current on a CUDA device. As a number: torch's own object for it takes as long as a launch."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def working_on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device: have it be this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _sent(numbers: Tensor, device: torch.device) -> Tensor:

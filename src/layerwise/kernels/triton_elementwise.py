@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from layerwise.kernels.lists import facts_of
-from layerwise.kernels.tables import address_table, cut, place_of
+from layerwise.kernels.lists import Tensors, facts_of
+from layerwise.kernels.tables import address_table, cut, place_of, working_on
 from layerwise.kernels.triton_launch import launch
-from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, Tensors, as_pointer, by_dtypes, find_block
+from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, find_block
 from layerwise.kernels.triton_pairs import fused_copy_
 
 
@@ -121,8 +120,8 @@ def look_at(tensors: Tensors) -> None:
     """Have all ready that a launch asks of these tensors, so that it takes less of the host's time when it comes."""
     facts = facts_of(tensors)
     if facts.are_contiguous and facts.one_dtype is not None:
-        with torch.cuda.device_of(tensors[0]):
-            place = place_of(tensors[0].device)
+        with working_on(facts.device):
+            place = place_of(facts.device)
             address_table(facts.addresses, place)
             cut(facts.numels, _BLOCK, place)
 
@@ -188,16 +187,16 @@ def _run(kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flag
         numels, *others = (known.numels for known in facts)
         if any(other != numels for other in others):
             raise ValueError("element-wise work needs tensors of equal length in every list.")
-        first = chosen[0][0]
-        with torch.cuda.device_of(first):
-            place = place_of(first.device)
+        device = facts[0].device
+        with working_on(device):
+            place = place_of(device)
             blocks = cut(numels, _BLOCK, place)
             if not blocks.total:
                 continue
             # A table for each list: most of them lie where they did, and what is new may be known before the launch is.
             tables = blocks.of, blocks.numels, *(address_table(known.addresses, place) for known in facts)
             constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), *flags, _BLOCK)
-            key = (kernel, first.device, dtypes, flags)
+            key = (kernel, device, dtypes, flags)
             launch(kernel, key, blocks.total, (*tables, *scalars, *constants), warps=_WARPS)
 
 
@@ -205,6 +204,10 @@ def _run_contiguous(
     kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flags: tuple[object, ...]
 ) -> None:
     """With copies of what lies in pieces: its elements have no common order in memory."""
+    made = {
+        id(tensors): list(tensors) for tensors in lists
+    }  # of views, whose tensors are others whenever they are asked for
+    lists = [made[id(tensors)] for tensors in lists]
     of = {id(tensor): tensor for tensors in lists for tensor in tensors}  # one tensor may be in two lists
     copy_of = {key: tensor.contiguous() for key, tensor in of.items()}
     _run(kernel, [[copy_of[id(tensor)] for tensor in tensors] for tensors in lists], scalars, flags)

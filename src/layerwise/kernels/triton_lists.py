@@ -11,11 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from layerwise.kernels.lists import facts_of
-
-Tensors = Sequence[Tensor]
+from layerwise.kernels.lists import Tensors, facts_of
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerwise.kernels.lists import facts_of
-from layerwise.kernels.tables import Place, address_table, block_table, place_of, row_table
+from layerwise.kernels.lists import Tensors, facts_of
+from layerwise.kernels.tables import Place, address_table, block_table, place_of, row_table, working_on
 from layerwise.kernels.triton_launch import launch
-from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, Tensors, as_pointer, by_dtypes
+from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes
 
 
 @triton.jit
@@ -116,8 +116,8 @@ def _run_pairs(
             for numbers in (factors, keeps)
         )
         target, source = facts_of(into), facts_of(read)
-        with torch.cuda.device_of(into[0]):
-            place = place_of(into[0].device)
+        with working_on(target.device):
+            place = place_of(target.device)
             tiles = _cut_pairs(target.shapes, source.shapes, target.strides, source.strides, dtypes, place)
             for index in tiles.others:  # dtypes that our kernels do not know, and views of too many dimensions
                 if scale is None or keep is None:
@@ -131,7 +131,7 @@ def _run_pairs(
                 columns += [_as_integers(-factor for factor in scale), _as_integers(keep)]
             tables = tiles.of, tiles.walks, address_table(tuple(chain.from_iterable(zip(*columns, strict=True))), place)
             constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), scale is not None, _WALK, _SIDE)
-            key = (_pair_kernel, into[0].device, dtypes, scale is not None)
+            key = (_pair_kernel, target.device, dtypes, scale is not None)
             launch(_pair_kernel, key, tiles.total, (*tables, *constants), warps=_WARPS, registers=_REGISTERS)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layerwise.kernels.lists import facts_of
-from layerwise.kernels.tables import address_table, cut, place_of, row_table
+from layerwise.kernels.tables import address_table, cut, place_of, row_table, working_on
 from layerwise.kernels.triton_launch import launch
 from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, find_block
 
@@ -106,9 +106,9 @@ def fused_totals(sums: Tensor, group_of: Tensor, place_of: Tensor, groups: Tenso
 def _sums(tensors: Sequence[Tensor], *, zeros: bool) -> Tensor:
     if not facts_of(tensors).are_contiguous:
         tensors = [tensor.contiguous() for tensor in tensors]
-    device = tensors[0].device
+    device = facts_of(tensors).device
     totals = torch.empty(len(tensors), dtype=torch.float64, device=device)
-    with torch.cuda.device_of(tensors[0]):
+    with working_on(device):
         place = place_of(device)
         for (dtype,), (chosen,), some in by_dtypes((tensors,)):
             facts = facts_of(chosen)

@@ -21,7 +21,7 @@ class Shard:
     spans: tuple[Span, ...]
     weight: Tensor | None  # 1D, param dtype: these elements as the model reads them; None where it reads codes of them
     master: Tensor  # 1D, fp32: the truth; is `weight` for fp32 params
-    update: Tensor  # 1D, fp32: averaged gradient, then update; whoever brings gradients says where it lies
+    update: Tensor  # fp32, in order: averaged gradient, then update; whoever brings gradients says where it lies
     dtype: torch.dtype  # of the params: what a master is rounded to
     state: dict[str, Tensor] = field(default_factory=dict)  # 1D, fp32 each: momentum, exp_avg ...
     version: int = 0  # the step that the master is at

@@ -120,7 +120,7 @@ class Views(Sequence[Tensor]):
 
     @cached_property
     def facts(self) -> Facts:
-        return _FactsOfViews(self)
+        return _FactsOfViews(self.cuts, self.tensors)
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -144,11 +144,12 @@ class Views(Sequence[Tensor]):
 
 
 class _FactsOfViews(Facts):
-    """Of views that nobody has made."""
+    """Of views that nobody has made. They hold their facts, so these hold no views: memory must be free as soon as it is
+    let go, not when somebody looks for garbage."""
 
-    def __init__(self, views: Views) -> None:
-        super().__init__(views)
-        self._cuts, self._cut = views.cuts, views.tensors
+    def __init__(self, cuts: Cuts, tensors: Tensors) -> None:
+        super().__init__(())
+        self._cuts, self._cut = cuts, tensors
         self.numels = self._cuts.numels
         self.shapes, self.strides, self.are_contiguous = (
             self._cuts.shapes,

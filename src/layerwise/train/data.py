@@ -128,7 +128,10 @@ class Batch:
 
 
 def _batch_at(text: Tensor, starts: list[int], seq_len: int, device: torch.device) -> Batch:
-    windows = torch.stack([text[start : start + seq_len + 1] for start in starts]).to(device, torch.int64)
+    windows = torch.stack([text[start : start + seq_len + 1] for start in starts])
+    if device.type == "cuda":  # from memory that the device reads by itself: the host goes on
+        windows = windows.pin_memory()
+    windows = windows.to(device, non_blocking=True).to(torch.int64)
     return Batch(windows[:, :-1], windows[:, 1:])
 
 

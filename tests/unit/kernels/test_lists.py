@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -76,6 +78,20 @@ def test_tensors_one_after_the_other() -> None:
     assert [tuple(view.shape) for view in views] == shapes
     assert torch.cat([view.flatten() for view in views]).tolist() == message[:16].tolist()
     assert facts_of(views).are_contiguous
+
+
+def test_memory_is_free_as_soon_as_views_of_it_are_gone() -> None:
+    """Without a search for garbage: a step asks for memory anew, and means to get the same."""
+    gc.disable()
+    try:
+        tensor = torch.zeros(4)
+        gone = weakref.ref(tensor)
+        views = Cuts([stretch(0, 1, 3)]).of([tensor])
+        assert [getattr(facts_of(views), name) for name in FACTS]
+        del tensor, views
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_kept_is_asked_once() -> None:

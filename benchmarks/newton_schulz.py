@@ -1,9 +1,11 @@
-"""Time and accuracy of Newton-Schulz alone on a GPU: our own kernels beside torch's products, with ceilings and floors from the same run.
+"""Time and accuracy of Newton-Schulz alone on a GPU: our own kernels beside torch's products and those of other libraries that are installed, with ceilings
+and floors from the same run.
 
     python benchmarks/newton_schulz.py
 
-Random bf16 matrices, five Polar Express steps, medians. The floor of a row is its fewest products, symmetric ones at half their size, at the rate of the
-ceiling. Writes benchmarks/results/newton_schulz.json.
+Random bf16 matrices, five Polar Express steps, medians; ours recorded and replayed, as a step does it, and the others' with their own recordings. The floor of
+a row is its fewest products, symmetric ones at half their size, at the rate that cuBLAS has between the measurements of that row. Writes
+benchmarks/results/newton_schulz.json.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench
 
+from layerwise.cli import peers
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.kernels import newton_schulz
 from layerwise.kernels.facts import products_for
@@ -45,6 +49,7 @@ SHAPES = [
 KINDS = ("random", "low rank", "condition 1e4", "condition 1e8", "tiny", "huge")
 ACCURACY_SHAPES = [(1024, 1024), (1024, 4096), (3072, 1024)]
 PRODUCT = 8192
+ROUNDS = 3
 
 
 def median_ms(call: Callable[[], object], *, repeats_ms: int = 150) -> float:
@@ -65,14 +70,16 @@ def host_ms(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def ceilings() -> dict[str, float]:
+def ceiling() -> float:
+    """TFLOP/s of a large product of cuBLAS, at the temperature that the card has."""
     left, right = (torch.randn(PRODUCT, PRODUCT, device="cuda").bfloat16() for _ in range(2))
+    return 2 * PRODUCT**3 / median_ms(lambda: left @ right, repeats_ms=50) / 1e9
+
+
+def copy_tb_s() -> float:
     source = torch.randn(2**30, device="cuda")
     target = torch.empty_like(source)
-    return {
-        "tflops": round(2 * PRODUCT**3 / median_ms(lambda: left @ right) / 1e9, 1),
-        "copy_tb_s": round(2 * source.nbytes / median_ms(lambda: target.copy_(source)) / 1e9, 3),
-    }
+    return round(2 * source.nbytes / median_ms(lambda: target.copy_(source)) / 1e9, 3)
 
 
 def floor_ms(batch: int, rows: int, cols: int, tflops: float) -> float:
@@ -91,23 +98,45 @@ def with_torch_products(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return changed
 
 
-def measure(shape: tuple[int, int, int], tflops: float) -> dict[str, Any]:
+def measure(shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Everybody in turn, a few times: the card gets hot, and nobody must pay for that alone."""
     update = torch.randn(shape, device="cuda").bfloat16()
 
     def ours() -> Tensor:
         return orthogonalize(update, schedule=SCHEDULE)
 
-    found = median_ms(ours)
-    floor = floor_ms(*shape, tflops)
+    others = {name: partial(call, update) for name, call in peers.newton_schulz(SCHEDULE).items()}
+    arms: dict[str, Callable[[], object]] = {"ours": recorded(ours), **others, "torch": with_torch_products(ours)}
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    tflops = []
+    for _ in range(ROUNDS):
+        tflops.append(ceiling())
+        for name, call in arms.items():
+            times[name].append(median_ms(call, repeats_ms=80))
+    found = {name: statistics.median(some) for name, some in times.items()}
+    rate = statistics.median(tflops)
+    floor = floor_ms(*shape, rate)
+    print(shape, {name: round(ms, 3) for name, ms in found.items()}, f"floor {floor:.3f}", flush=True)
     return {
         "shape": list(shape),
         "method": resolve_method("auto", *shape[1:]),
-        "ours_ms": round(found, 3),
-        "torch_products_ms": round(median_ms(with_torch_products(ours)), 3),
+        "ours_ms": round(found["ours"], 3),
+        "torch_products_ms": round(found["torch"], 3),
+        "peers_ms": {name: round(found[name], 3) for name in others},
+        "tflops": round(rate, 1),
         "floor_ms": round(floor, 3),
-        "ours_over_floor": round(found / floor, 2),
+        "ours_over_floor": round(found["ours"] / floor, 2),
         "host_ms": round(host_ms(ours), 2),
     }
+
+
+def recorded(call: Callable[[], object]) -> Callable[[], object]:
+    """The same as a CUDA graph: without the host's time for launches."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def example(kind: str, rows: int, cols: int) -> Tensor:
@@ -151,8 +180,8 @@ def accuracy(kind: str, rows: int, cols: int) -> dict[str, Any]:
 
 def main() -> int:
     torch.manual_seed(0)
-    before = ceilings()
-    rows = [measure(shape, before["tflops"]) for shape in SHAPES]
+    cold = round(ceiling(), 1)
+    rows = [measure(shape) for shape in SHAPES]
     report = {
         "command": "python benchmarks/newton_schulz.py",
         "host": {
@@ -162,8 +191,7 @@ def main() -> int:
             "triton": triton.__version__,
         },
         "products": products_for(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16).reason,
-        "ceilings": before,
-        "ceilings_after": ceilings(),
+        "ceilings": {"tflops_cold": cold, "tflops_hot": round(ceiling(), 1), "copy_tb_s": copy_tb_s()},
         "rows": rows,
         "accuracy": [accuracy(kind, *shape) for kind in KINDS for shape in ACCURACY_SHAPES],
     }

@@ -7,12 +7,14 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from layerwise._version import __version__
+from layerwise.cli import peers
 from layerwise.cli.measuring import ceilings, gpt_matrices, host_ms, median_ms
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.config.rules import AdamW, Muon, Rule
@@ -80,6 +82,10 @@ def _newton_schulz(shape: tuple[int, int, int], device: torch.device, tflops: fl
         lambda: place.copy_(values),
         device=device,
     )
+    others = {
+        f"{name}, ms": round(median_ms(partial(call, values), device=device), 3)
+        for name, call in peers.newton_schulz(schedule).items()
+    }
     batch, rows, cols = shape
     floor = batch * fewest_flops(rows, cols, _STEPS) / tflops / 1e9
     return {
@@ -88,11 +94,12 @@ def _newton_schulz(shape: tuple[int, int, int], device: torch.device, tflops: fl
         "ms": round(found, 3),
         "floor_ms": round(floor, 3),
         "over_floor": round(found / floor, 2),
+        **others,
     }
 
 
 def _steps(width: int, layers: int, device: torch.device) -> list[dict[str, Any]]:
-    """Whole steps of our own optimizer and of torch's, over the same matrices."""
+    """Whole steps of our own optimizer and of others, over the same matrices."""
 
     def own(module: nn.Module, matrix: Rule) -> torch.optim.Optimizer:
         return Optimizer(module, matrix=matrix, other=AdamW(lr=1e-3), rules=[_WHOLE])
@@ -101,9 +108,8 @@ def _steps(width: int, layers: int, device: torch.device) -> list[dict[str, Any]
         "layerwise Muon": lambda module: own(module, Muon(lr=1e-3)),
         "layerwise AdamW": lambda module: own(module, AdamW(lr=1e-3)),
         "torch AdamW, fused": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True),
+        **peers.optimizers(),
     }
-    if hasattr(torch.optim, "Muon"):
-        makers["torch Muon"] = lambda module: torch.optim.Muon(module.parameters(), lr=1e-3)
     return [{"optimizer": name, **_step(make, width, layers, device)} for name, make in makers.items()]
 
 

@@ -62,12 +62,21 @@ def end_to_end(data: dict[str, Any]) -> str:
 
 def newton_schulz(data: dict[str, Any]) -> str:
     return markdown(
-        [f"matrices on {data['host']['gpu']}", "form", "ours, ms", "torch's products, ms", "floor, ms", "over floor"],
+        [
+            f"matrices on {data['host']['gpu']}",
+            "form",
+            "ours, ms",
+            "best of others, ms",
+            "torch's products, ms",
+            "floor, ms",
+            "over floor",
+        ],
         [
             [
                 "{} of {} x {}".format(*row["shape"]),
                 row["method"],
                 f"{row['ours_ms']:.2f}",
+                f"{min(row['peers_ms'].values()):.2f}" if row["peers_ms"] else "",
                 f"{row['torch_products_ms']:.2f}",
                 f"{row['floor_ms']:.2f}",
                 f"{row['ours_over_floor']:.2f}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import layerwise
+from layerwise.engine.gradients import OwnGradients
 from tests.distributed.fsdp2 import (
     HIDDEN,
     WIDTH,
@@ -279,6 +281,48 @@ def gradients(rank: int, world: int, kind: str) -> list[Any]:
         return [error]
     error = raised(optimizer.step)
     return [error, model.weight.detach().full_tensor() - start]
+
+
+def gradients_one_by_one(rank: int, world: int) -> list[int]:
+    """How many gradients were looked at one by one, in each of three steps of a model that fully_shard has cut; in the third
+    one of them is placed as before, and says so by other words."""
+    model = cut(built(), world)
+    optimizer = optimizer_of(model)
+    looked = []
+    for step in range(3):
+        loss_of(model, *mine(rank, world, step)).backward()
+        if step == 2:
+            weight = next(model.parameters())
+            assert isinstance(weight.grad, DTensor)
+            weight.grad = DTensor.from_local(
+                weight.grad.to_local(), weight.device_mesh, [Shard(0)], shape=weight.shape, stride=weight.stride()
+            )
+        with mock.patch.object(OwnGradients, "_look", autospec=True, side_effect=OwnGradients._look) as look:
+            optimizer.step()
+        looked.append(look.call_count)
+        optimizer.zero_grad()
+    return looked
+
+
+def test_gradients_of_fully_shard_are_looked_at_all_at_once() -> None:
+    assert run_ranks(3, gradients_one_by_one) == [[0, 0, 0]] * 3
+
+
+def placed_otherwise_later(rank: int, world: int, kind: str) -> Tensor:
+    """Weights after a step with a gradient that is placed as its param is, and one with a gradient that may not be."""
+    model, optimizer = by_hand(world)
+    mesh, grad = model.weight.device_mesh, torch.arange(30.0).view(5, 6) / 8
+    for placements in ([ROWS], [Partial()] if kind == "partial" else [ROWS]):
+        given = [distribute_tensor(grad, mesh, [ROWS]), DTensor.from_local(grad / world, mesh, [Partial()])]
+        model.weight.grad = next(one for one in given if list(one.placements) == placements)
+        optimizer.step()
+    return model.weight.detach().full_tensor()
+
+
+def test_placements_that_were_alike_are_looked_at_again_when_they_change() -> None:
+    found, wanted = (run_ranks(2, placed_otherwise_later, kind) for kind in ("partial", "the same"))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kind", sampled(["partial", "replicated", "other dim"], "partial"))

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import layerwise
 from layerwise.engine import engine
 from layerwise.engine.exchanger import Cohort, Passage
+from layerwise.kernels.lists import Cuts
 from layerwise.layout import storage
 from layerwise.layout.intervals import Equal
 from layerwise.layout.plan import Plan
@@ -113,7 +114,7 @@ def cut_and_left_in_parts(rank: int) -> Iterator[None]:
 
     def alone(real: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         def unpack(self: Cohort, passage: Passage) -> list[Tensor]:
-            with mock.patch.object(self, "_arriving", []), mock.patch.object(torch, "empty", torch.zeros):
+            with mock.patch.object(self, "_arriving", Cuts([])), mock.patch.object(torch, "empty", torch.zeros):
                 return real(self, passage)
 
         return unpack

@@ -241,8 +241,8 @@ def two_passages_in_one_place(rank: int) -> Any:
 @contextmanager
 def slots_are_given_back_early(rank: int) -> Iterator[None]:
     def early(real: Callable[..., Passage]) -> Callable[..., Passage]:
-        def move(self: Cohort, op: Any, outgoing: Any, table: Any) -> Passage:
-            passage = real(self, op, outgoing, table)
+        def move(self: Cohort, *what: Any) -> Passage:
+            passage = real(self, *what)
             passage.release()
             return Passage(passage.handle, None)
 

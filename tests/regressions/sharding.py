@@ -24,6 +24,7 @@ from layerwise.engine.stats import StatsPass
 from layerwise.engine.step import Stepper
 from layerwise.engine.step_plan import Live
 from layerwise.engine.update import Update
+from layerwise.kernels.lists import Cuts
 from layerwise.layout.meshes import Cut
 from layerwise.optim import engines
 from layerwise.routing.spec import DENSE
@@ -282,7 +283,7 @@ def scale_of_the_own_rows(rank: int) -> Any:
 def own_rows_only(rank: int) -> Any:
     def alone(real: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         def unpack(self: Cohort, passage: Passage) -> list[Tensor]:
-            with mock.patch.object(self, "_arriving", []), mock.patch.object(torch, "empty", torch.zeros):
+            with mock.patch.object(self, "_arriving", Cuts([])), mock.patch.object(torch, "empty", torch.zeros):
                 return real(self, passage)
 
         return unpack

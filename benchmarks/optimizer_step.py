@@ -85,9 +85,7 @@ def extra_peak_nbytes(optimizer: torch.optim.Optimizer, params: list[nn.Paramete
 
 
 def ceiling_tflops() -> float:
-    """cuBLAS on large random bf16 matrices."""
-    left, right = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    return 2 * 8192**3 / median_ms(lambda: left @ right, lambda: None) / 1e9
+    return measuring.product_tflops(torch.device("cuda"))
 
 
 def main() -> int:

@@ -60,16 +60,19 @@ def host_ms(
     return statistics.median(times)
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
-    """What a large product of torch's and a large copy reach: bf16 on a GPU, fp32 on a CPU."""
-    is_cuda = device.type == "cuda"
-    side, numel = (8192, 2**28) if is_cuda else (512, 2**22)
-    dtype = torch.bfloat16 if is_cuda else torch.float32
+def product_tflops(device: torch.device) -> float:
+    """What a large product of torch's reaches at the moment: bf16 on a GPU, fp32 on a CPU."""
+    side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    source = torch.randn(numel, device=device)
+    return 2 * side**3 / median_ms(lambda: left @ right, device=device) / 1e9
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What such a product and a large copy reach."""
+    source = torch.randn(2**28 if device.type == "cuda" else 2**22, device=device)
     target = torch.empty_like(source)
     return {
-        "tflops": round(2 * side**3 / median_ms(lambda: left @ right, device=device) / 1e9, 3),
+        "tflops": round(product_tflops(device), 3),
         "copy_gb_s": round(2 * source.nbytes / median_ms(lambda: target.copy_(source), device=device) / 1e6, 1),
     }
 

@@ -63,7 +63,7 @@ class PlacedAlike:
 
     def locals_of(self, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
         """What this rank has of each, if all are DTensors that lie as the params do."""
-        if len({*map(type, tensors)}) != 1 or not all(map(is_sharded, tensors[:1])):
+        if len(set(map(type, tensors))) != 1 or not is_sharded(tensors[0]):
             return None
         specs = list(map(_SPEC, tensors))
         if len(specs) != len(self._specs) or not all(map(is_, specs, self._specs)):

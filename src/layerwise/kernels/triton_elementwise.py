@@ -204,9 +204,8 @@ def _run_contiguous(
     kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flags: tuple[object, ...]
 ) -> None:
     """With copies of what lies in pieces: its elements have no common order in memory."""
-    made = {
-        id(tensors): list(tensors) for tensors in lists
-    }  # of views, whose tensors are others whenever they are asked for
+    # Once for each list: views are other tensors whenever they are asked for.
+    made = {id(tensors): list(tensors) for tensors in lists}
     lists = [made[id(tensors)] for tensors in lists]
     of = {id(tensor): tensor for tensors in lists for tensor in tensors}  # one tensor may be in two lists
     copy_of = {key: tensor.contiguous() for key, tensor in of.items()}

@@ -13,6 +13,7 @@ from torch import Tensor
 from layerwise.kernels import elementwise
 from layerwise.kernels.triton_elementwise import fused_adamw_, fused_lion_, fused_momentum_, look_at
 from layerwise.kernels.triton_pairs import fused_copy_, fused_subtract_
+from layerwise.kernels.verdicts import Factor
 from tests.gpu.lists import COUNTS, DEVICE, IS_INTERPRETED, PLACES, Guarded, fma, lengths, numbers, same_bits, times
 
 NUMELS = [1, 1023, 1024, 2049] if IS_INTERPRETED else [1, 4095, 4096, 3_000_001]
@@ -130,6 +131,11 @@ def lion_oracle(master: Tensor, grad: Tensor, avg: Tensor) -> list[Tensor]:
     return [master - times(0.25, direction), grad, fma(1.0 - 0.97, grad, times(0.97, avg))]
 
 
+def verdict(is_taken: bool) -> Tensor:
+    """That of two norm groups."""
+    return torch.tensor([float(is_taken), 1.0, 0.9, 0.3], device=DEVICE)
+
+
 RULES = {
     "nesterov": (
         2,
@@ -161,6 +167,26 @@ RULES = {
         2,
         lambda *given: fused_momentum_(*given, momentum=0.9, nesterov=True, scale=0.3),
         lambda grad, state: momentum_oracle(times(0.3, grad), state, True),
+    ),
+    # The same where a device has decided by how much.
+    "momentum that a verdict clips": (
+        2,
+        lambda *given: fused_momentum_(*given, momentum=0.9, nesterov=False, scale=Factor(verdict(True), 3)),
+        lambda grad, state: momentum_oracle(times(0.3, grad), state, False),
+    ),
+    "adamw that a verdict clips": (
+        4,
+        lambda *given: fused_adamw_(
+            *given, betas=(0.85, 0.93), root=0.7, eps=1e-7, size=0.3, scale=Factor(verdict(True), 3)
+        ),
+        lambda master, grad, *state: [
+            grad if index == 1 else one for index, one in enumerate(adamw_oracle(master, times(0.3, grad), *state))
+        ],
+    ),
+    "lion that a verdict lets be": (
+        3,
+        lambda *given: fused_lion_(*given, lr=0.25, betas=(0.8, 0.97), scale=Factor(verdict(True), 1)),
+        lion_oracle,
     ),
     "decaying adamw": (
         4,
@@ -198,6 +224,46 @@ def test_a_list_in_one_launch_gets_the_bits_of_its_formula(name: str, count: int
         for role, one in enumerate(guarded):
             same_bits(one.views, [entry[role] for entry in expected])
             one.check_around()
+
+
+UNDECIDED = {
+    "momentum": (2, lambda *given, **decided: fused_momentum_(*given, momentum=0.9, nesterov=True, **decided)),
+    "adamw": (
+        4,
+        lambda *given, **decided: fused_adamw_(*given, betas=(0.8, 0.9), root=0.7, eps=1e-7, size=0.3, **decided),
+    ),
+    "lion": (3, lambda *given, **decided: fused_lion_(*given, lr=0.25, betas=(0.8, 0.97), keep=0.5, **decided)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_a_step_that_is_not_taken_writes_nothing(name: str, place: str) -> None:
+    roles, rule = UNDECIDED[name]
+    given = lists(6, roles)
+    given[0][0][3] = math.nan
+    for is_taken in (False, True):
+        guarded = [Guarded(tensors, place, around=70.0 + role) for role, tensors in enumerate(given)]
+        rule(*(one.views for one in guarded), scale=Factor(verdict(is_taken), 3))
+        for one, before in zip(guarded, given, strict=True):
+            if not is_taken:
+                same_bits(one.views, before)
+            one.check_around()
+        assert not is_taken or not torch.equal(guarded[-1].views[5], given[-1][5])
+
+
+def test_an_update_of_a_step_that_is_not_taken_stays_off_the_masters() -> None:
+    masters, updates = views(FP32)[::2], views(FP32)[1::2]
+    masters.append(torch.ones(2, 2, 2, 2, 2, device=DEVICE).permute(4, 2, 0, 3, 1))  # walked by torch
+    updates.append(torch.ones(2, 2, 2, 2, 2, device=DEVICE))
+    factors, keeps = [0.1] * len(masters), [0.5] * len(masters)
+    taken, plain, left = clones(masters), clones(masters), clones(masters)
+    fused_subtract_(plain, updates, factors, keeps)
+    fused_subtract_(taken, updates, factors, keeps, verdict(True))
+    fused_subtract_(left, updates, factors, keeps, verdict(False))
+    same_bits(taken, plain)
+    same_bits(left, masters)
+    assert not torch.equal(taken[-1], masters[-1])
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from layerwise.engine.gradients import Divisors
+from layerwise.engine.policy import GradientPolicy
 from layerwise.kernels.stats import add_totals, count_zeros, group_sums, square_sums
-from layerwise.kernels.triton_stats import fused_square_sums, fused_totals, fused_zero_counts
+from layerwise.kernels.triton_stats import fused_square_sums, fused_totals, fused_verdict, fused_zero_counts
+from layerwise.kernels.verdicts import Bounds
 from tests.gpu.lists import COUNTS, DEVICE, PLACES, Guarded, lengths, numbers, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -110,6 +114,50 @@ def test_totals_of_groups_and_counts_of_what_is_not_finite_in_one_launch(count: 
             vectors[0].zero_()
             fused_totals(found, group_of.to(DEVICE), place_of.to(DEVICE), vectors[0][1:5], vectors[0][5:12])
             same_bits([vectors[0]], [first])
+
+
+NAMES = ["experts", "matrix", "other", "routers"]
+
+
+def bounds(**asked: Any) -> Bounds:
+    plain = {"clip_grad_norm": None, "clip": "all", "nonfinite": "skip", "skip_above": None, "strict_grads": False}
+    return GradientPolicy(**{**plain, **asked}).bounds(NAMES, Divisors(1.0, 4.0, {}))
+
+
+def by_hand(sums: list[float], clip: float, apart: bool) -> list[float]:
+    """Factors of the four groups, whose norms are those of sums that are four times too large."""
+    family = math.sqrt(sums[2] if apart else sums[1] + sums[2]) / 4.0
+    norms = [math.sqrt(sums[0]) / 4.0, 0.0 if apart else family, family, math.sqrt(sums[3]) / 4.0]
+    return [min(1.0, clip / (norm + 1e-6)) for norm in norms]
+
+
+@pytest.mark.parametrize("params", [1, 511, 513])
+def test_a_verdict_has_the_bits_of_its_formulas(params: int) -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        sums = (torch.rand(4, generator=generator, dtype=torch.float64) * 3.0**seed).tolist()
+        vector = torch.tensor([5.0, *sums, *[0.0] * params], dtype=torch.float64, device=DEVICE)
+        for scope in ("all", "other-only"):
+            found = fused_verdict(vector[1:5], vector[5:], bounds(clip_grad_norm=0.37, clip=scope))
+            expected = torch.tensor([1.0, 1.0, *by_hand(sums, 0.37, scope == "other-only")], dtype=torch.float64)
+            same_bits([found.cpu()], [expected.float()])
+            assert scope == "all" or found[3] == 1.0
+
+
+def test_a_verdict_skips_for_what_is_not_finite_and_for_norms_above_a_bound() -> None:
+    groups = torch.tensor([1e9, 144.0, 256.0, 1e9], dtype=torch.float64, device=DEVICE)  # a norm of 5
+    fine, bad = (torch.zeros(700, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    bad[600] = 1.0
+    assert fused_verdict(groups, fine, bounds()).tolist() == [1.0] * 6
+    assert fused_verdict(groups, bad, bounds()).tolist()[0] == 0.0
+    assert fused_verdict(groups, bad, bounds(nonfinite="ignore")).tolist()[0] == 1.0
+    assert fused_verdict(groups, fine, bounds(skip_above=5.0)).tolist()[0] == 1.0
+    assert fused_verdict(groups, fine, bounds(skip_above=4.99)).tolist()[0] == 0.0
+    for number in (math.nan, math.inf):
+        groups[1] = number
+        ignored = fused_verdict(groups, bad, bounds(nonfinite="ignore", clip_grad_norm=1.0)).tolist()
+        assert ignored[:1] == [1.0]
+        assert ignored[3:5] == [1.0 if math.isnan(number) else 0.0] * 2  # as Python's min() has it
 
 
 def in_several(sums: Tensor, group_of: Tensor, place_of: Tensor, groups: Tensor, nonfinite: Tensor) -> None:

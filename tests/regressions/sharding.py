@@ -20,9 +20,8 @@ from layerwise.engine import engine, stats
 from layerwise.engine.exchanger import Cohort, Passage
 from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import OwnGradients
+from layerwise.engine.measure import Measure
 from layerwise.engine.stats import StatsPass
-from layerwise.engine.step import Stepper
-from layerwise.engine.step_plan import Live
 from layerwise.engine.update import Update
 from layerwise.kernels.lists import Cuts
 from layerwise.layout.meshes import Cut
@@ -61,14 +60,14 @@ def nothing_but_numbers(rank: int, world: int) -> list[str]:
 
 def boxes_told_in_every_step(rank: int) -> Any:
     def telling(real: Callable[..., Any]) -> Callable[..., Any]:
-        def measure(self: Stepper, live: Live) -> Any:
+        def begin(self: Measure, *given: Any) -> Any:
             told: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(told, [shard.spans for shard in self._engine.storage.shards])
-            return real(self, live)
+            return real(self, *given)
 
-        return measure
+        return begin
 
-    return in_place_of(Stepper, "measure", telling)
+    return in_place_of(Measure, "begin", telling)
 
 
 def sharded_once(rank: int, world: int) -> list[str]:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerwise
-from layerwise.engine import step as stepping
+from layerwise.engine import measure as measuring
 from layerwise.engine.engine import Engine
-from layerwise.engine.step import Stepper
 from layerwise.errors import ContractError, NonFiniteError, PlanMismatchError, StateError
 from layerwise.memory.storage import Storage
 from layerwise.optim.optimizer import Optimizer
@@ -2045,9 +2044,9 @@ def _guards_removed() -> Any:
     removed: list[tuple[Any, str]] = [
         (Engine, "check_trainables"),
         (Storage, "check_aliases"),
-        (Stepper, "_preflight"),
-        (stepping, "check_copies"),
-        (stepping, "check_gradients"),
+        (measuring.Measure, "_preflight"),
+        (measuring, "check_copies"),
+        (measuring, "check_gradients"),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name in removed]
     for owner, name in removed:

@@ -19,6 +19,7 @@ from layerwise.kernels.lists import Tensors
 from layerwise.kernels.products import Products
 from layerwise.kernels.recorded import Recorder
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
+from layerwise.kernels.verdicts import Scale
 from layerwise.models.table import torch_dtype
 
 LiveOptions = Mapping[str, object]
@@ -32,7 +33,7 @@ class Runs:
     masters: Tensors
     grads: Tensors  # averaged; may be overwritten
     states: Mapping[str, Tensors]
-    scale: float = 1.0
+    scale: Scale = 1.0
     """What gradients count as multiplied by."""
     into: Tensors | None = None
     """Where what is to be orthogonalised goes, in the dtype that it is rounded to there; None: to where gradients are."""

@@ -3,13 +3,16 @@ values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from layerwise.config.rules import plain_option
-from layerwise.engine.stats import Totals
+from layerwise.engine.gradients import Divisors
+from layerwise.engine.totals import Totals
 from layerwise.errors import listed
+from layerwise.kernels.verdicts import Bounds
 
 ClipScope = Literal["all", "other-only", "none"]
 OnNonFinite = Literal["skip", "raise", "ignore"]
@@ -60,6 +63,20 @@ class GradientPolicy:
             coefficient = min(1.0, self.clip_grad_norm / (totals.norm(*members) + 1e-6))
             coefficients.update(dict.fromkeys(members, coefficient))
         return coefficients
+
+    def bounds(self, names: Sequence[str], divisors: Divisors) -> Bounds:
+        """The same two decisions, below, for a device to make: of norm groups in the order of `names`."""
+        is_clipped = self.clip_grad_norm is not None and self.clip != "none"
+        shared = {name: self._families if name in self._families else (name,) for name in names}
+        unclipped = {name for name in _FAMILIES if name not in self._families} if is_clipped else set(names)
+        return Bounds(
+            clip_norm=math.inf if self.clip_grad_norm is None else self.clip_grad_norm,
+            together=tuple(() if name in unclipped else tuple(map(names.index, shared[name])) for name in names),
+            families=tuple(map(names.index, _FAMILIES)),
+            skip_above=math.inf if self.skip_above is None else self.skip_above,
+            needs_finite=self.nonfinite != "ignore",
+            divisor=divisors.common,
+        )
 
     def skip_reason(self, totals: Totals) -> str:
         """Why this step is not to be taken; empty if it is."""

@@ -10,7 +10,6 @@ ends with each `no_sync()` block, and the last one in `finish()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,11 +28,22 @@ from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage
 
 
-@dataclass
 class StepCount:
     """Steps taken so far; there is one count for a model."""
 
-    steps: int = 0
+    def __init__(self) -> None:
+        self._steps = 0
+        self.as_tensor = torch.zeros(())
+        """The same, as torch's optimizers keep it with their state."""
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+        self.as_tensor.fill_(count)
 
 
 class GradReducer:

@@ -4,9 +4,8 @@ values only."""
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, compress, count, pairwise
 from typing import NamedTuple
 
@@ -15,7 +14,9 @@ from torch import Tensor
 
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
+from layerwise.engine.totals import Seen, Totals
 from layerwise.kernels.stats import add_totals, count_zeros, square_sums
+from layerwise.kernels.verdicts import Bounds, verdict_of
 from layerwise.layout.schedule import CommOp, stats_op
 from layerwise.layout.shards import OwnShards, speaks_for
 from layerwise.layout.stats import HASH_WORDS, stats_sizes
@@ -24,92 +25,6 @@ from layerwise.memory.shards import Shard
 
 _WORD_BITS = 12
 """Bits per consistency word. Sums of squares of such words over up to 2^14 ranks stay exact in fp64."""
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What the last step saw and did. The same on every rank, but for bytes."""
-
-    step: int = 0
-    """Successful steps so far."""
-    grad_norm: float = math.nan
-    """Norm of the averaged, unscaled, unclipped gradient over all params that are in no named norm group."""
-    norms: Mapping[str, float] = field(default_factory=dict)
-    """Norms of the matrix and the other family and of every named norm group."""
-    clip_coefficients: Mapping[str, float] = field(default_factory=dict)
-    """What the gradients of each of these were multiplied with."""
-    num_zeros: int | None = None
-    """Gradient elements that are exactly zero; None unless count_zeros=True."""
-    skipped: bool = False
-    skip_reason: str = ""
-    nonfinite: tuple[str, ...] = ()
-    """Params whose reduced gradient holds inf or NaN."""
-    missing: Mapping[str, int] = field(default_factory=dict)
-    """Params without a gradient, with the number of ranks on which it was missing; they count as zero there."""
-    loss_scale: float = 1.0
-    max_logit: float | None = None
-    """Largest attention logit since the step before, of all heads and ranks; None without `qk_clip`, or where no
-    attention ran."""
-    clipped_heads: int = 0
-    """Attention heads whose query rows `qk_clip` scaled."""
-    nonfinite_logits: tuple[str, ...] = ()
-    """Attention heads whose largest logit is inf or NaN: nothing was scaled for them."""
-    unseen_logits: tuple[str, ...] = ()
-    """Modules that `qk_clip` watches and that ran on no rank: there was nothing to clip."""
-    bytes_by_collective: Mapping[str, int] = field(default_factory=dict)
-    """Bytes this rank sent since the step before, per kind of collective."""
-    products: Mapping[str, str] = field(default_factory=dict)
-    """For every `ns_dtype` in use, which kernels multiply in Newton-Schulz, and why."""
-
-
-@dataclass(frozen=True)
-class Totals:
-    """The reduced vector, read back."""
-
-    square_sums: Mapping[str, float]
-    num_zeros: int | None
-    missing: Mapping[str, int]
-    nonfinite: tuple[str, ...]
-    late: frozenset[tuple[int, str]]
-    """(stage, fqn) of params that got a gradient on some rank after their reduction: it has to be reduced too, by all."""
-    nothing_arrived: bool
-    """No param has a gradient on any rank."""
-    disagreeing: Mapping[str, tuple[int, int]]
-    """Params of which some rank has a gradient and another none, though both hold the same part of them, or though it takes
-    all of them to bring it: on how many ranks that hold any it is missing, of how many."""
-    consistent: bool
-    """All ranks of a stage have the same settings, and all copies of a tied weight."""
-    problems: int
-    """Ranks that found something wrong by themselves."""
-    scaled: tuple[int, ...]
-    """Of each stage, ranks that scaled their loss."""
-    unscaled: tuple[int, ...]
-    """Of each stage, ranks that have gradients of a loss which they did not scale."""
-    divisors: Divisors
-    """From sums to averages."""
-
-    def norm(self, *names: str) -> float:
-        """Norm of the averaged gradient over the named groups together."""
-        return math.sqrt(sum(self.square_sums[name] for name in names)) / self.divisors.common
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What a rank has to tell the others about this step, beside its gradients."""
-
-    missing: frozenset[str]
-    """Params without a gradient here."""
-    late: frozenset[str]
-    """Params that got one after their reduction."""
-    joint: frozenset[str]
-    """Params whose gradient it takes all ranks to bring. The same ones on every rank."""
-    settings: str
-    """Everything that all ranks of a stage must have in common."""
-    tie_settings: Mapping[str, str]
-    """What all copies of each tied weight must have in common."""
-    has_problem: bool
-    is_scaled: bool
-    is_unscaled: bool
 
 
 class _Parts(NamedTuple):
@@ -247,13 +162,23 @@ class StatsPass:
             vector[self._sizes.groups] = count_zeros(self._counted_updates.now())
         return vector
 
-    def reduce(self, vector: Tensor, mine: Seen, divisors: Divisors) -> Totals:
-        """One all-reduce of that and of what this rank has seen, and one read-back."""
+    def reduce(self, vector: Tensor, mine: Seen, divisors: Divisors) -> Callable[[], Totals]:
+        """One all-reduce of that and of what this rank has seen, and one read-back: what this gives waits for it. It is to be
+        called before the next one begins."""
         self._known.zero_()
         self._note(mine)
         vector[self._known_part].copy_(self._known[self._known_part], non_blocking=True)
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._read(self._came_back(vector), divisors, mine.joint)
+        come_back = self._coming_back(vector)
+        return lambda: self._read(come_back(), divisors, mine.joint)
+
+    def foreseen(self, mine: Seen, divisors: Divisors) -> Totals:
+        """What a rank without others knows of what it has sent before it comes back: all but what is in the gradients."""
+        return self._read(self._numbers(self._known), divisors, mine.joint)
+
+    def decide(self, vector: Tensor, bounds: Bounds) -> Tensor:
+        """What is to be done about the reduced vector, on the device."""
+        return verdict_of(vector[: self._sizes.groups], vector[self._known_part.stop :], bounds)
 
     def _note(self, mine: Seen) -> None:
         """Write what is known to the host into the vector, which is zero; most of it is mostly zero."""
@@ -266,12 +191,20 @@ class StatsPass:
             if fqn in mine.missing:
                 parts.disagreeing[index] = vote
 
-    def _came_back(self, vector: Tensor) -> _Numbers:
-        """The reduced vector on the host."""
-        if vector.is_cuda:
-            self._found.copy_(vector, non_blocking=True)
-            torch.cuda.current_stream(vector.device).synchronize()
-            vector = self._found
+    def _coming_back(self, vector: Tensor) -> Callable[[], _Numbers]:
+        """The reduced vector on the host, once it is asked for."""
+        if not vector.is_cuda:
+            return partial(self._numbers, vector)
+        self._found.copy_(vector, non_blocking=True)
+        copied = torch.cuda.current_stream(vector.device).record_event()
+
+        def come_back() -> _Numbers:
+            copied.synchronize()
+            return self._numbers(self._found)
+
+        return come_back
+
+    def _numbers(self, vector: Tensor) -> _Numbers:
         numbers = vector.tolist()
         ends = list(accumulate(self._sizes, initial=0))
         return _Numbers(*(numbers[first:stop] for first, stop in pairwise(ends)))
@@ -282,7 +215,7 @@ class StatsPass:
         self._note_settings(settings, {}, None)
         vector = self._known.to(self._device, non_blocking=True, copy=True)
         self._communicator.all_reduce(self.op, vector).wait()
-        return self._is_consistent(self._came_back(vector))
+        return self._is_consistent(self._coming_back(vector)())
 
     def _weights(self, divisors: Divisors) -> Tensor | None:
         """What brings squares of sums that have divisors of their own to the common one; None where there are none."""

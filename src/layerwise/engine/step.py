@@ -1,30 +1,40 @@
-"""One step: the phases of the design, in order, and what is decided between them from reduced values."""
+"""One step: the phases of the design, in order, and what is decided between them from reduced values.
+
+[Note: A step need not wait for its statistics]
+Whether a step is taken, and how its gradients are clipped, is a function of statistics that a device has long before a host
+can read them: a host that waits for them has lost its lead, and the device then waits for the host, in forward too. Where
+nobody else has to know before the step ends, the device makes the same decision from the same numbers, and whatever would
+update something asks for it there. The host hears of it when somebody asks, and at the next step at the latest; until then
+it takes the step for one that was taken. Elsewhere the host decides first, and launches nothing that is not to be done.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
 
 from layerwise.comm.groups import agree_despite
-from layerwise.comm.roster import check_alike
 from layerwise.dtypes import DType
-from layerwise.engine.copies import check_copies, check_gradients
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.loss_scale import LossScaler
+from layerwise.engine.measure import Begun, Measure
 from layerwise.engine.policy import GradientPolicy
 from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipped, Clipper
 from layerwise.engine.skips import Skips
-from layerwise.engine.stats import Seen, StatsPass, StepStats, Totals
 from layerwise.engine.step_plan import Live, StepPlan
+from layerwise.engine.totals import StepStats, Totals
 from layerwise.engine.update import Update
-from layerwise.errors import NonFiniteError, PlanMismatchError, StateError, listed
-from layerwise.kernels.hashing import hash_bits
+from layerwise.errors import NonFiniteError, StateError, listed
+from layerwise.kernels.facts import has_own_kernels
+from layerwise.kernels.verdicts import FIRST, Factor, Scale
 from layerwise.layout.schedule import CommSchedule
-from layerwise.routing.spec import DENSE
 
 
 def _weakly(stepper: Stepper) -> Callable[[], None]:
@@ -39,6 +49,19 @@ def _weakly(stepper: Stepper) -> Callable[[], None]:
     return ask
 
 
+def _nothing() -> None:
+    """What is prepared where no step follows."""
+
+
+class _Left(NamedTuple):
+    """A step that was launched before it was known what became of it."""
+
+    totals: Callable[[], Totals]
+    policy: GradientPolicy
+    live: Live
+    bytes_by_collective: Mapping[str, int]
+
+
 class Stepper:
     """Steps the shards of an engine by the rules of an optimizer."""
 
@@ -49,15 +72,14 @@ class Stepper:
         self._policy = plan.policy
         self._skips = Skips(plan.policy.max_skipped)
         self.scaler = LossScaler(plan.loss_scale) if plan.loss_scale is not None else None
-        self._stats_pass = StatsPass(engine, plan.norm_group_of, plan.norm_group_names, zeros=plan.count_zeros)
         self._clipper = Clipper(engine, plan.watched) if plan.watched is not None else None
+        self._measure = Measure(engine, plan, self.scaler, self._clipper)
         self.update = Update(
             engine, plan.groups, plan.norm_group_of, self.schedule, wire_dtypes, exchange=plan.has_matrix_rule
         )
-        self.stats = StepStats()
-        self._changed: set[str] = set()
-        self._has_checked_replicas = False
-        self._has_checked_gradients = False
+        self._stats = StepStats()
+        self._left: _Left | None = None
+        self._decides_later = self._may_decide_later()
         self._half_way = ""
         engine.count.steps = 0  # an optimizer before this one may have counted
         self._is_stepping = False
@@ -67,92 +89,97 @@ class Stepper:
     def schedule(self) -> CommSchedule:
         """Every collective of one step, in order."""
         return self._engine.plan.schedule(
-            stats_numel=self._stats_pass.numel,
+            stats_numel=self._measure.numel,
             wire_dtypes=self._wire_dtypes,
             exchange=self._plan.has_matrix_rule,
             logits_numel=self._clipper.numel if self._clipper is not None else 0,
         )
 
+    @property
+    def stats(self) -> StepStats:
+        """What the last step saw and did."""
+        self.look_back()
+        return self._stats
+
     def step(self, ask: Callable[[], Live]) -> None:
         """All phases, or none: a step that is skipped changes nothing. `ask` is for the options as they are."""
-        engine = self._engine
+        self.look_back()
         self._is_stepping = True
         try:
             # 1. Reduce, and 2. Stats.
-            totals, live = self.measure(ask)
-            self._changed.clear()
-            policy = self._policy_now
-            coefficients = policy.clip_coefficients(totals, self._stats_pass.names)
-            skip_reason = policy.skip_reason(totals)
-            if self.scaler is not None:
-                self.scaler.update(overflow=bool(totals.nonfinite))
-            clipped = NOTHING_CLIPPED
-            if not skip_reason:
-                engine.publisher.order.learn(engine.groups)
-                engine.count.steps += 1
-                with self.moving_masters(f"step {engine.count.steps}"):
-                    self.update.average(totals.divisors, coefficients)
-                    # 3. Momentum.
-                    self.update.momentum(live.options, engine.count.steps)
-                    # 4. Exchange, 5. Orthogonalise, 6. Return: cohort by cohort, one on its way while another is worked on.
-                    self.update.orthogonalise(live.options, engine.count.steps)
-                    if self._clipper is not None:
-                        clipped = self._clipper.apply()
-                    # 7. Publish. Gradients are used up: what they lie in may serve it.
-                    engine.gradients.forget()
-                    engine.publisher.begin()
-            self._record(totals, coefficients, skip_reason, clipped, live)
+            measure, prepare = self._measure, self.update.prepare
+            begun = measure.begin(ask, self.settle, prepare)
+            totals = measure.reduce(begun)
+            if self._decides_later and measure.is_foreseen(begun):
+                self._step_unseen(begun, totals)
+            else:
+                self._step_seen(measure.agreed(begun, totals(), prepare), begun.live)
         finally:
             self.forget()
             self._is_stepping = False
 
-    def measure(self, ask: Callable[[], Live]) -> tuple[Totals, Live]:
-        """Finish the reductions and take the statistics; raises on every rank if any of them has a problem.
+    def _step_seen(self, totals: Totals, live: Live) -> None:
+        """What is left of a step, once it is known what came of its gradients."""
+        self._measure.forget_changes()
+        policy = self._measure.policy_now
+        coefficients = policy.clip_coefficients(totals, self._measure.names)
+        skip_reason = policy.skip_reason(totals)
+        if self.scaler is not None:
+            self.scaler.update(overflow=bool(totals.nonfinite))
+        clipped = NOTHING_CLIPPED
+        if not skip_reason:
+            clipped = self._advance(totals.divisors, coefficients, None, live)
+        sent = self._engine.traffic.sent({} if skip_reason else self._engine.publisher.due_nbytes)
+        self._record(totals, coefficients, skip_reason, clipped, live, sent)
 
-        The pass over gradients is under way before anything else is looked at: a device has something to do meanwhile.
-        """
-        engine = self._engine
-        # Nobody may have read some weights since the last step. They are gathered now: masters are about to move.
-        engine.publisher.ensure_all()
-        self._changed |= engine.storage.pull_changed_params()
-        gradients = engine.gradients
-        unfit = self._unfit_gradients()
-        is_unscaled = self.scaler is not None and gradients.has_gradients and not gradients.said.is_scaled
-        missing = gradients.finish()
-        divisors = self._divisors()
-        vector = self._stats_pass.begin(divisors)
-        live = ask()
-        problem = self._preflight(live) or unfit
-        if not self._has_checked_replicas or engine.settings.check_replicas:
-            # A bad start must not be spread: from now on shards of all ranks are one model.
-            check_copies(engine.storage, engine.communicators, engine.groups)
-            self._has_checked_replicas = True
-        settings = self._settings(live)
-        self._prepare()
-        seen = Seen(
-            missing=missing,
-            late=gradients.late,
-            joint=gradients.joint,
-            settings=repr([settings, problem]),
-            tie_settings={tie: repr(settings) for tie, settings in live.tie_settings.items()},
-            has_problem=problem is not None,
-            is_scaled=gradients.said.is_scaled,
-            is_unscaled=is_unscaled,
-        )
-        totals = self._stats_pass.reduce(vector, seen, divisors)
-        is_partial = gradients.are_reduced and bool(totals.disagreeing)  # then not all would take part
-        if totals.late and totals.consistent and not is_partial:
-            # Some rank had gradients after their reduction was launched: all reduce them now.
-            gradients.reduce_again(self._here(totals.late))
-            vector = self._stats_pass.begin(divisors)
-            self._prepare()
-            totals = self._stats_pass.reduce(vector, replace(seen, late=gradients.late), divisors)
-        self._check_agreement(totals, problem, settings, live)
-        if gradients.are_copies and not totals.nonfinite:
-            if not self._has_checked_gradients or engine.settings.check_replicas:
-                check_gradients(engine.storage.params, engine.everyone)
-            self._has_checked_gradients = True
-        return totals, live
+    def _step_unseen(self, begun: Begun, totals: Callable[[], Totals]) -> None:
+        """The same before it is known: the device decides. See [Note: A step need not wait for its statistics]."""
+        engine, measure = self._engine, self._measure
+        measure.forget_changes()
+        policy, verdict = measure.policy_now, measure.decide(begun)
+        coefficients = {name: Factor(verdict, FIRST + place) for place, name in enumerate(measure.names)}
+        self._advance(begun.divisors, coefficients, verdict, begun.live)
+        self._left = _Left(totals, policy, begun.live, engine.traffic.sent(engine.publisher.due_nbytes))
+
+    def look_back(self) -> None:
+        """Know what became of the last step."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        totals = left.totals()
+        reason = left.policy.skip_reason(totals)
+        self._engine.count.steps -= bool(reason)
+        coefficients = left.policy.clip_coefficients(totals, self._measure.names)
+        self._record(totals, coefficients, reason, NOTHING_CLIPPED, left.live, left.bytes_by_collective)
+
+    def _may_decide_later(self) -> bool:
+        """Whether nobody has to know what became of a step before it ends: no other rank, no exception that was asked for, no
+        scale of the next loss; and nothing is updated but by kernels that ask the verdict."""
+        policy, engine = self._policy, self._engine
+        is_asked = policy.nonfinite == "raise" or policy.max_skipped is not None
+        is_bound = self.scaler is not None or self._clipper is not None or self.update.keeps_at_home
+        is_alone = engine.groups.world == 1 and not engine.gradients.are_copies
+        return is_alone and not is_asked and not is_bound and has_own_kernels(engine.storage.device)
+
+    def _advance(
+        self, divisors: Divisors, coefficients: Mapping[str, Scale], verdict: Tensor | None, live: Live
+    ) -> Clipped:
+        """Phases 3 to 7."""
+        engine, clipped = self._engine, NOTHING_CLIPPED
+        engine.publisher.order.learn(engine.groups)
+        engine.count.steps += 1
+        with self.moving_masters(f"step {engine.count.steps}"):
+            self.update.average(divisors, coefficients, verdict)
+            # 3. Momentum.
+            self.update.momentum(live.options, engine.count.steps)
+            # 4. Exchange, 5. Orthogonalise, 6. Return: cohort by cohort, one on its way while another is worked on.
+            self.update.orthogonalise(live.options, engine.count.steps)
+            if self._clipper is not None:
+                clipped = self._clipper.apply()
+            # 7. Publish. Gradients are used up: what they lie in may serve it.
+            engine.gradients.forget()
+            engine.publisher.begin()
+        return clipped
 
     def clip_next_step(self, max_norm: float, ask: Callable[[], Live]) -> float:
         """The norm of the gradients as they are, which the coming step is clipped by. What is asked for is a setting of
@@ -160,14 +187,12 @@ class Stepper:
         if self._policy.clip == "none":
             raise ValueError("clip_grad_norm_() was called with clip='none': expected a scope to clip. Leave clip out.")
         replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
+        self.look_back()
         self._engine.gradients.said.clip_norm = max_norm
-        totals, _ = self.measure(ask)
+        measure = self._measure
+        begun = measure.begin(ask, self.settle, _nothing)  # nobody may hold gradients that are the user's
+        totals = measure.agreed(begun, measure.reduce(begun)(), _nothing)
         return self._policy.clipped_norm(totals)
-
-    def _prepare(self) -> None:
-        """Outside of a step nobody may hold gradients that are the user's."""
-        if self._is_stepping:
-            self.update.prepare()
 
     def forget(self) -> None:
         """Gradients, and whatever was noted of them, are not wanted any more."""
@@ -189,7 +214,7 @@ class Stepper:
         groups = self._engine.groups
         if self._is_stepping or groups.world == 1 or len(groups.stages) > 1:
             return
-        if self._stats_pass.meet("gradients were dropped"):
+        if self._measure.meet("gradients were dropped"):
             return
         error = StateError(
             "zero_grad() dropped gradients that were being reduced, while other ranks went on with a step(): reductions of different "
@@ -200,14 +225,15 @@ class Stepper:
 
     def pull_changed(self) -> None:
         """Masters follow what the user wrote into weights."""
-        self._changed |= self._engine.storage.pull_changed_params()
+        self._measure.pull_changed()
 
     def free(self) -> None:
         """Let go of staging memory."""
         self.update.free()
 
-    def refuse_half_way(self) -> None:
-        """Raise if masters were left in between."""
+    def settle(self) -> None:
+        """Know what became of the last step; raises if masters were left in between."""
+        self.look_back()
         if self._half_way:
             raise StateError(
                 f"{self._half_way} ended half way, by an exception: some masters are new and some old, and ranks may "
@@ -222,118 +248,18 @@ class Stepper:
         yield
         self._half_way = ""
 
-    def _divisors(self) -> Divisors:
-        scale = self.scaler.scale if self.scaler is not None else 1.0
-        engine = self._engine
-        return Divisors(
-            scale,
-            engine.gradients.common_divisor * scale,
-            {shard.plan.index: engine.gradients.divisor_of(shard) * scale for shard in engine.storage.shards},
-        )
-
-    @property
-    def _policy_now(self) -> GradientPolicy:
-        """The policy of the coming step: clipping twice is clipping to the smaller norm."""
-        asked = (self._policy.clip_grad_norm, self._engine.gradients.said.clip_norm)
-        return replace(self._policy, clip_grad_norm=min((bound for bound in asked if bound is not None), default=None))
-
-    def _preflight(self, live: Live) -> Exception | None:
-        """What this rank alone can see to be wrong. It is raised after the stats, when all ranks know: one that raised
-        before would leave the others waiting in a collective."""
-        engine = self._engine
-        try:
-            self.refuse_half_way()
-            engine.check_trainables()
-            engine.storage.check_aliases()
-        except Exception as error:
-            return error
-        return live.problem
-
-    def _unfit_gradients(self) -> Exception | None:
-        """The same of gradients, before any of them is used."""
-        gradients = self._engine.gradients
-        try:
-            gradients.check()
-            if self._clipper is not None:
-                self._clipper.check(gradients.arrived)
-        except Exception as error:
-            return error
-        return None
-
-    def _settings(self, live: Live) -> dict[str, object]:
-        """What all ranks must have in common at a step."""
-        return {
-            "step": self._engine.count.steps,
-            "loss_scale": self.scaler.scale if self.scaler is not None else None,
-            "policy": repr(self._policy_now),
-            "weights changed from outside": self._changed_hashes(),
-            **live.settings,
-        }
-
-    def _changed_hashes(self) -> dict[str, list[int] | None]:
-        """What was written into weights since the last step: the same on every rank, or shards would mix. Ranks hold
-        different experts under one name, so of those only the name; and of a weight that somebody else has cut each writes
-        its own part, or none."""
-        if not self._changed:
-            return {}
-        storage, plan = self._engine.storage, self._engine.plan
-        cut = {fqn for shard in plan.own for fqn in shard.fqns if shard.world > 1}
-        return {
-            fqn: hash_bits(storage.held[fqn].detach().reshape(-1)).tolist() if plan.domain_of(fqn) == DENSE else None
-            for fqn in sorted(self._changed - cut)
-        }
-
-    def _here(self, late: Collection[tuple[int, str]]) -> set[str]:
-        """Late params of this stage, and copies here of a tied weight that was late elsewhere."""
-        roster, mine = self._engine.roster, self._engine.groups.stage
-        found = {fqn for stage, fqn in late if stage == mine}
-        for copies in roster.copies.values():
-            if mine in copies and any((stage, fqn) in late for stage, fqn in copies.items()):
-                found.add(copies[mine])
-        return found
-
-    def _check_agreement(
-        self, totals: Totals, problem: Exception | None, settings: Mapping[str, object], live: Live
-    ) -> None:
-        """Raise on every rank if any of them has a problem or other settings, or if a gradient that must be there is
-        not."""
-        groups = self._engine.groups
-        if not totals.consistent or totals.problems:
-            agree_despite(groups, "optimizer settings", problem, settings)
-            check_alike(groups, self._engine.roster, "is updated", live.tie_settings)
-            raise PlanMismatchError(
-                "ranks called step() with different optimizer settings, which have changed back since."
-            )
-        # A pipeline's loss is scaled where it is known, on the last stage; others have gradients of it.
-        some = any(totals.scaled)
-        for stage, (scaled, unscaled) in enumerate(zip(totals.scaled, totals.unscaled, strict=True)):
-            if unscaled and (scaled or not some):
-                where = f" on {unscaled} ranks" + (f" of stage {stage}" if len(totals.scaled) > 1 else "")
-                raise StateError(
-                    f"step() with loss_scale set, but the loss was not scaled{where}: call "
-                    "optimizer.scale_loss(loss).backward()."
-                )
-        if self._engine.gradients.are_reduced and totals.disagreeing:
-            names = [f"{fqn} (missing on {some} of {all_} ranks)" for fqn, (some, all_) in totals.disagreeing.items()]
-            raise StateError(
-                f"some ranks have a gradient and some have none: {listed(names)}. Whoever reduced gradients did so on all ranks that "
-                "hold the same part of a param, so expected one on all of them or on none. Run the same modules on every rank, or use "
-                "find_unused_parameters=True of DistributedDataParallel; zero_grad() on all ranks goes on from here."
-            )
-        if self._policy.strict_grads and totals.missing:
-            world = self._engine.plan.world
-            names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items()]
-            raise StateError(
-                f"no gradient for {listed(names)}: strict_grads=True expects one for every trainable param. "
-                "Freeze what is unused."
-            )
-
     def _record(
-        self, totals: Totals, coefficients: Mapping[str, float], reason: str, clipped: Clipped, live: Live
+        self,
+        totals: Totals,
+        coefficients: Mapping[str, float],
+        reason: str,
+        clipped: Clipped,
+        live: Live,
+        bytes_by_collective: Mapping[str, int],
     ) -> None:
         """What the step saw and did; raises where that was too much."""
         engine = self._engine
-        self.stats = StepStats(
+        self._stats = StepStats(
             grad_norm=totals.norm("matrix", "other"),
             norms={name: totals.norm(name) for name in totals.square_sums},
             clip_coefficients=coefficients,
@@ -348,7 +274,7 @@ class Stepper:
             clipped_heads=clipped.heads,
             nonfinite_logits=clipped.nonfinite,
             unseen_logits=clipped.unseen,
-            bytes_by_collective=engine.traffic.sent({} if reason else engine.publisher.due_nbytes),
+            bytes_by_collective=bytes_by_collective,
             products=self.update.products(live.options),
         )
         if totals.nonfinite and self._policy.nonfinite == "raise":

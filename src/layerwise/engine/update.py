@@ -19,9 +19,10 @@ from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
 from layerwise.engine.runs import Run, pieces, runs_of
-from layerwise.kernels.elementwise import couple_, look_at, subtract_scaled_
+from layerwise.kernels.elementwise import couple_, look_at, scale_, subtract_scaled_
 from layerwise.kernels.lists import Cuts, Kept, Tensors, Views
 from layerwise.kernels.recorded import Recorder
+from layerwise.kernels.verdicts import ONE, Factor, Scale
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
 from layerwise.memory.parts import UpdateParts
@@ -76,7 +77,8 @@ class Update:
         self._runs = [[run for run in runs if run.group == index] for index in range(len(groups))]
         self._norm_groups = [{norm_group_of[fqn] for fqn in group.fqns} for group in groups]
         """Of every param group: one, nearly always."""
-        self._scales = [1.0] * len(groups)
+        self._scales: list[Scale] = [1.0] * len(groups)
+        self._verdict: Tensor | None = None
         self._keeps_updates = engine.storage.keeps_updates
         self._mixed = self._by_norm_group(norm_group_of)
         shard_by_index = {shard.plan.index: shard for shard in self._shards}
@@ -190,7 +192,7 @@ class Update:
 
     def forget(self) -> None:
         """Gradients of this step are not wanted any more."""
-        self._grads, self._direct_grads = [], {}
+        self._grads, self._direct_grads, self._verdict = [], {}, None
 
     def _factors_of(self, regions: Sequence[OwnedRegion]) -> Factors:
         return Factors((self._group_of[region.matrix.fqn], region.matrix.scaled_as) for region in regions)
@@ -205,8 +207,9 @@ class Update:
                 for name in rule.state_names:
                     shard.state.setdefault(name, torch.zeros_like(shard.master))
 
-    def average(self, divisors: Divisors, coefficients: Mapping[str, float]) -> None:
-        """Make averages of sums, and have them clipped by whoever reads them next.
+    def average(self, divisors: Divisors, coefficients: Mapping[str, Scale], verdict: Tensor | None = None) -> None:
+        """Make averages of sums, and have them clipped by whoever reads them next. With a verdict, whoever updates anything
+        asks it whether the step is taken.
 
         Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same
         rounding in every layout.
@@ -215,9 +218,10 @@ class Update:
             updates = [shard.update for shard in self._shards if divisors.by_shard[shard.plan.index] == divisor]
             torch._foreach_div_(updates, divisor)
         for name, parts in self._mixed.items():
-            if coefficients[name] < 1.0:
-                torch._foreach_mul_(list(parts.now()), coefficients[name])
-        self._scales = [coefficients[next(iter(names))] if len(names) == 1 else 1.0 for names in self._norm_groups]
+            scale_(list(parts.now()), coefficients[name])
+        self._verdict = verdict
+        clipped: Scale = 1.0 if verdict is None else Factor(verdict, ONE)
+        self._scales = [coefficients[next(iter(names))] if len(names) == 1 else clipped for names in self._norm_groups]
 
     def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
         """What comes before a matrix is orthogonalised, element by element; but for what can wait for its batch."""
@@ -247,7 +251,7 @@ class Update:
             if weight_decay != 0.0 and live["weight_decay_mode"] == "coupled":
                 grads = [run.of(run.shard.update.view(-1)) for run in self._runs[index]]
                 couple_(grads, masters, weight_decay=weight_decay, scale=self._scales[index])
-                self._scales[index] = 1.0
+                self._scales[index] = 1.0 if self._verdict is None else Factor(self._verdict, ONE)
             runs = Runs(masters, self._grads[index], self._states[index], self._scales[index])
             if group.rule.is_matrix_rule:
                 MATRIX[group.rule.kind].prepare_(runs, live)
@@ -309,7 +313,13 @@ class Update:
         self, masters: Tensors, directions: Tensors, factors: Factors, options: Sequence[LiveOptions]
     ) -> None:
         """Masters decay where they are updated: every element of a matrix is, once."""
-        subtract_scaled_(masters, directions, factors.under(options), factors.keeps_under(options))
+        numbers = factors.under(options), factors.keeps_under(options)
+        subtract_scaled_(masters, directions, *numbers, self._verdict)
+
+    @property
+    def keeps_at_home(self) -> bool:
+        """Whether homes keep state of matrices, here."""
+        return any(self._home_state.values())
 
     def free(self) -> None:
         """Let go of memory that only a step needs."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerwise.kernels.facts import has_own_kernels
 from layerwise.kernels.lists import Tensors, facts_of
+from layerwise.kernels.verdicts import ONE, Factor, Scale, known_to_host
 
 # `scale` is what gradients count as multiplied by (they are clipped so), `keep` what weights are multiplied by before they are
 # updated (they decay so): whoever reads them anyway does it on the way, with the rounding of a pass of its own.
@@ -33,12 +34,12 @@ def keep_of(*, lr: float, weight_decay: float, mode: str) -> float:
             raise ValueError(f"weight_decay_mode must be decoupled, independent or coupled, got {mode!r}.")
 
 
-def couple_(grads: Tensors, masters: Tensors, *, weight_decay: float, scale: float = 1.0) -> None:
+def couple_(grads: Tensors, masters: Tensors, *, weight_decay: float, scale: Scale = 1.0) -> None:
     """Weight decay as a part of the gradient, which is clipped before."""
     if not grads:
         return
     grads, masters = list(grads), list(masters)
-    _scale_(grads, scale)
+    scale_(grads, scale)
     torch._foreach_add_(grads, masters, alpha=weight_decay)
 
 
@@ -57,7 +58,7 @@ def momentum_(
     *,
     momentum: float,
     nesterov: bool,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
 ) -> None:
     """`M = mu*M + (1-mu)*G`; leaves in `into` what is to be orthogonalised: `(1-mu)*G + mu*M` with nesterov, else M,
     rounded to the dtype there. That is in `grads`, if nothing else is said; else those may hold anything afterwards."""
@@ -68,8 +69,11 @@ def momentum_(
 
         fused_momentum_(grads, momenta, into, momentum=momentum, nesterov=nesterov, scale=scale)
         return
+    factor = known_to_host(scale)
+    if factor is None:
+        return
     grads, momenta = list(grads), list(momenta)
-    _scale_(grads, scale)
+    scale_(grads, factor)
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, grads, alpha=1.0 - momentum)
     if nesterov:
@@ -82,16 +86,22 @@ def momentum_(
 
 
 def subtract_scaled_(
-    masters: Tensors, updates: Tensors, factors: Sequence[float], keeps: Sequence[float] | None = None
+    masters: Tensors,
+    updates: Tensors,
+    factors: Sequence[float],
+    keeps: Sequence[float] | None = None,
+    verdict: Tensor | None = None,
 ) -> None:
     """`W = keep * W - factor * U`, with both for every run; pairs may be views. May scale `updates` in place. Updates of
-    another dtype count as if they had been cast to that of the masters."""
+    another dtype count as if they had been cast to that of the masters. In a step that is not taken, nothing."""
     if not masters:
         return
     if has_own_kernels(facts_of(masters).device):
         from layerwise.kernels.triton_pairs import fused_subtract_
 
-        fused_subtract_(masters, updates, factors, keeps)
+        fused_subtract_(masters, updates, factors, keeps, verdict)
+        return
+    if verdict is not None and known_to_host(Factor(verdict, ONE)) is None:
         return
     masters = list(masters)
     if keeps is not None and set(keeps) != {1.0}:
@@ -131,7 +141,7 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     keep: float = 1.0,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
 ) -> None:
     """One Adam update; `step` counts from 1."""
     if not masters:
@@ -144,9 +154,12 @@ def adamw_(
         lists = masters, grads, exp_avgs, exp_avg_sqs
         fused_adamw_(*lists, betas=betas, root=root, eps=eps, size=size, keep=keep, scale=scale)
         return
+    factor = known_to_host(scale)
+    if factor is None:
+        return
     masters, grads, exp_avgs, exp_avg_sqs = map(list, (masters, grads, exp_avgs, exp_avg_sqs))
-    _scale_(masters, keep)
-    _scale_(grads, scale)
+    scale_(masters, keep)
+    scale_(grads, factor)
     torch._foreach_mul_(exp_avgs, beta1)
     torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
@@ -165,7 +178,7 @@ def lion_(
     lr: float,
     betas: tuple[float, float],
     keep: float = 1.0,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
 ) -> None:
     """One Lion update: step along the sign of an interpolated momentum, then advance the momentum."""
     if not masters:
@@ -175,9 +188,12 @@ def lion_(
 
         fused_lion_(masters, grads, exp_avgs, lr=lr, betas=betas, keep=keep, scale=scale)
         return
+    factor = known_to_host(scale)
+    if factor is None:
+        return
     masters, grads, exp_avgs = map(list, (masters, grads, exp_avgs))
-    _scale_(masters, keep)
-    _scale_(grads, scale)
+    scale_(masters, keep)
+    scale_(grads, factor)
     beta1, beta2 = betas
     directions = torch._foreach_mul(exp_avgs, beta1)
     torch._foreach_add_(directions, grads, alpha=1.0 - beta1)
@@ -188,6 +204,9 @@ def lion_(
     torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta2)
 
 
-def _scale_(tensors: list[Tensor], factor: float) -> None:
-    if factor != 1.0:
-        torch._foreach_mul_(tensors, factor)
+def scale_(tensors: list[Tensor], scale: Scale) -> None:
+    """Multiply; in a step that is not taken by anything."""
+    if isinstance(scale, Factor):
+        torch._foreach_mul_(tensors, scale.verdict[scale.place])
+    elif scale != 1.0:
+        torch._foreach_mul_(tensors, scale)

@@ -16,8 +16,17 @@ import triton.language as tl
 from layerwise.kernels.lists import Tensors, facts_of
 from layerwise.kernels.tables import address_table, cut, place_of, working_on
 from layerwise.kernels.triton_launch import launch
-from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, find_block
+from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, find_block, taken
 from layerwise.kernels.triton_pairs import fused_copy_
+from layerwise.kernels.verdicts import Factor, Scale
+
+
+@triton.jit
+def _decided(verdict, place, left, scale, DECIDED: tl.constexpr):
+    """How much of a block there is, nothing in a step that is not taken, and what gradients count as multiplied by."""
+    if DECIDED:
+        left, scale = taken(verdict, left), tl.load(verdict + place)
+    return left, scale
 
 
 @triton.jit
@@ -34,12 +43,13 @@ def _momentum(grad, state, target, mask, momentum, rest, scale, NESTEROV: tl.con
     tl.store(target, direction.to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place"])
 def _momentum_kernel(
-    blocks, numels, grads, states, targets, momentum, rest, scale,
+    blocks, numels, grads, states, targets, verdict, place, momentum, rest, scale, DECIDED: tl.constexpr,
     GRAD: tl.constexpr, STATE: tl.constexpr, TARGET: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tensor, first, left = find_block(blocks, numels, BLOCK)
+    left, scale = _decided(verdict, place, left, scale, DECIDED)
     grad, state, target = tl.load(grads + tensor), tl.load(states + tensor), tl.load(targets + tensor)
     is_aligned = (grad | state | target) % ALIGNMENT == 0
     lanes = tl.arange(0, BLOCK)
@@ -63,12 +73,13 @@ def _adamw(master, grad, avg, avg_sq, mask, beta1, rest1, beta2, rest2, root, ep
     tl.store(master, tl.fma(-size, tl.div_rn(m, denominator), tl.load(master, mask=mask) * keep), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place"])
 def _adamw_kernel(
-    blocks, numels, masters, grads, avgs, avg_sqs, beta1, rest1, beta2, rest2, root, eps, size, keep, scale,
-    MASTER: tl.constexpr, GRAD: tl.constexpr, AVG: tl.constexpr, AVG_SQ: tl.constexpr, BLOCK: tl.constexpr,
+    blocks, numels, masters, grads, avgs, avg_sqs, verdict, place, beta1, rest1, beta2, rest2, root, eps, size, keep, scale,
+    DECIDED: tl.constexpr, MASTER: tl.constexpr, GRAD: tl.constexpr, AVG: tl.constexpr, AVG_SQ: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tensor, first, left = find_block(blocks, numels, BLOCK)
+    left, scale = _decided(verdict, place, left, scale, DECIDED)
     master, grad = tl.load(masters + tensor), tl.load(grads + tensor)
     avg, avg_sq = tl.load(avgs + tensor), tl.load(avg_sqs + tensor)
     is_aligned = (master | grad | avg | avg_sq) % ALIGNMENT == 0
@@ -94,12 +105,13 @@ def _lion(master, grad, avg, mask, beta1, rest1, beta2, rest2, lr, keep, scale):
     tl.store(avg, tl.fma(rest2, g, beta2 * m), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place"])
 def _lion_kernel(
-    blocks, numels, masters, grads, avgs, beta1, rest1, beta2, rest2, lr, keep, scale,
-    MASTER: tl.constexpr, GRAD: tl.constexpr, AVG: tl.constexpr, BLOCK: tl.constexpr,
+    blocks, numels, masters, grads, avgs, verdict, place, beta1, rest1, beta2, rest2, lr, keep, scale,
+    DECIDED: tl.constexpr, MASTER: tl.constexpr, GRAD: tl.constexpr, AVG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tensor, first, left = find_block(blocks, numels, BLOCK)
+    left, scale = _decided(verdict, place, left, scale, DECIDED)
     master, grad, avg = tl.load(masters + tensor), tl.load(grads + tensor), tl.load(avgs + tensor)
     is_aligned = (master | grad | avg) % ALIGNMENT == 0
     lanes = tl.arange(0, BLOCK)
@@ -133,11 +145,11 @@ def fused_momentum_(
     *,
     momentum: float,
     nesterov: bool,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
 ) -> None:
     """`momentum_`, in place or into other tensors."""
     lists = grads, momenta, grads if into is None else into
-    _run(_momentum_kernel, lists, (momentum, 1.0 - momentum, scale), (nesterov,))
+    _run(_momentum_kernel, lists, (momentum, 1.0 - momentum), scale, (nesterov,))
 
 
 def fused_adamw_(
@@ -151,12 +163,12 @@ def fused_adamw_(
     eps: float,
     size: float,
     keep: float = 1.0,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
 ) -> None:
     """`adamw_` in place; `root` and `size` are what the step's number comes to."""
     beta1, beta2 = betas
-    scalars = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, size, keep, scale)
-    _run(_adamw_kernel, (masters, grads, exp_avgs, exp_avg_sqs), scalars)
+    scalars = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, size, keep)
+    _run(_adamw_kernel, (masters, grads, exp_avgs, exp_avg_sqs), scalars, scale)
 
 
 def fused_lion_(
@@ -167,19 +179,23 @@ def fused_lion_(
     lr: float,
     betas: tuple[float, float],
     keep: float = 1.0,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
 ) -> None:
     """`lion_` in place."""
     beta1, beta2 = betas
-    scalars = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr, keep, scale)
-    _run(_lion_kernel, (masters, grads, exp_avgs), scalars)
+    scalars = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr, keep)
+    _run(_lion_kernel, (masters, grads, exp_avgs), scalars, scale)
 
 
-def _run(kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flags: tuple[object, ...] = ()) -> None:
+def _run(
+    kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], scale: Scale, flags: tuple[object, ...] = ()
+) -> None:
     """One launch for all entries that share dtypes."""
     if not all(facts_of(tensors).are_contiguous for tensors in lists):
-        _run_contiguous(kernel, lists, scalars, flags)
+        _run_contiguous(kernel, lists, scalars, scale, flags)
         return
+    is_decided = isinstance(scale, Factor)
+    decision = (*scale, *scalars, 1.0, True) if isinstance(scale, Factor) else (None, 0, *scalars, scale, False)
     for dtypes, chosen, _ in by_dtypes(lists):
         if not all(dtype in TRITON_DTYPES for dtype in dtypes):
             raise TypeError(f"element-wise work on fp32, bf16 and fp16, got {', '.join(map(str, dtypes))}.")
@@ -196,12 +212,12 @@ def _run(kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flag
             # A table for each list: most of them lie where they did, and what is new may be known before the launch is.
             tables = blocks.of, blocks.numels, *(address_table(known.addresses, place) for known in facts)
             constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), *flags, _BLOCK)
-            key = (kernel, device, dtypes, flags)
-            launch(kernel, key, blocks.total, (*tables, *scalars, *constants), warps=_WARPS)
+            key = (kernel, device, dtypes, flags, is_decided)
+            launch(kernel, key, blocks.total, (*tables, *decision, *constants), warps=_WARPS)
 
 
 def _run_contiguous(
-    kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], flags: tuple[object, ...]
+    kernel: Any, lists: Sequence[Tensors], scalars: tuple[float, ...], scale: Scale, flags: tuple[object, ...]
 ) -> None:
     """With copies of what lies in pieces: its elements have no common order in memory."""
     # Once for each list: views are other tensors whenever they are asked for.
@@ -209,6 +225,6 @@ def _run_contiguous(
     lists = [made[id(tensors)] for tensors in lists]
     of = {id(tensor): tensor for tensors in lists for tensor in tensors}  # one tensor may be in two lists
     copy_of = {key: tensor.contiguous() for key, tensor in of.items()}
-    _run(kernel, [[copy_of[id(tensor)] for tensor in tensors] for tensors in lists], scalars, flags)
+    _run(kernel, [[copy_of[id(tensor)] for tensor in tensors] for tensors in lists], scalars, scale, flags)
     changed = [key for key, tensor in of.items() if tensor is not copy_of[key]]
     fused_copy_([of[key] for key in changed], [copy_of[key] for key in changed])

@@ -35,6 +35,12 @@ def as_pointer(address, DTYPE: tl.constexpr):
     return address.to(tl.pointer_type(DTYPE))
 
 
+@triton.jit
+def taken(verdict, count):
+    """How many elements there are: none in a step that is not taken."""
+    return tl.where(tl.load(verdict) != 0.0, count, 0)
+
+
 def by_dtypes(lists: Sequence[Tensors]) -> Iterator[tuple[tuple[torch.dtype, ...], Sequence[Tensors], Sequence[int]]]:
     """The dtypes of each group of entries that share them, those entries, and their places; no places: all of them."""
     every = [facts_of(tensors) for tensors in lists]

@@ -17,7 +17,8 @@ from torch import Tensor
 from layerwise.kernels.lists import Tensors, facts_of
 from layerwise.kernels.tables import Place, address_table, block_table, place_of, row_table, working_on
 from layerwise.kernels.triton_launch import launch
-from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes
+from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, taken
+from layerwise.kernels.verdicts import IS_TAKEN
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _pair(target, source, mask, factor, keep, SUBTRACT: tl.constexpr):
 
 @triton.jit
 def _pair_kernel(
-    blocks, walks, rows,
+    blocks, walks, rows, verdict, DECIDED: tl.constexpr,
     TARGET: tl.constexpr, SOURCE: tl.constexpr, SUBTRACT: tl.constexpr, WALK: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     packed = tl.load(blocks + tl.program_id(0))
@@ -56,6 +57,8 @@ def _pair_kernel(
         lanes = tl.arange(0, BLOCK)
         target += first
         source += first
+        if DECIDED:
+            numel = taken(verdict, numel)
         if is_aligned & (first + BLOCK <= numel):
             into, read = tl.multiple_of(target + lanes, ALIGNMENT), tl.multiple_of(source + lanes, ALIGNMENT)
             _pair(into, read, None, factor, keep, SUBTRACT)
@@ -66,6 +69,8 @@ def _pair_kernel(
         target_batch, target_row, target_col = tl.load(walk + 5), tl.load(walk + 6), tl.load(walk + 7)
         source_batch, source_row, source_col = tl.load(walk + 8), tl.load(walk + 9), tl.load(walk + 10)
         has_aligned_rows = tl.load(walk + 11) != 0
+        if DECIDED:
+            num_rows = taken(verdict, num_rows)
         batch, tile = block // (down * across), block % (down * across)
         top, left = tile // across * SIDE, tile % across * SIDE
         target += batch * target_batch + top * target_row + left * target_col
@@ -100,14 +105,22 @@ def fused_copy_(targets: Tensors, sources: Tensors) -> None:
 
 
 def fused_subtract_(
-    masters: Tensors, updates: Tensors, factors: Sequence[float], keeps: Sequence[float] | None = None
+    masters: Tensors,
+    updates: Tensors,
+    factors: Sequence[float],
+    keeps: Sequence[float] | None = None,
+    verdict: Tensor | None = None,
 ) -> None:
     """`W = keep * W - factor * U` for every pair; pairs have equal shapes and any strides."""
-    _run_pairs(masters, updates, factors, [1.0] * len(masters) if keeps is None else keeps)
+    _run_pairs(masters, updates, factors, [1.0] * len(masters) if keeps is None else keeps, verdict)
 
 
 def _run_pairs(
-    targets: Tensors, sources: Tensors, factors: Sequence[float] | None, keeps: Sequence[float] | None
+    targets: Tensors,
+    sources: Tensors,
+    factors: Sequence[float] | None,
+    keeps: Sequence[float] | None,
+    verdict: Tensor | None = None,
 ) -> None:
     """One launch for all pairs that share dtypes."""
     for dtypes, (into, read), some in by_dtypes((targets, sources)):
@@ -123,16 +136,19 @@ def _run_pairs(
                 if scale is None or keep is None:
                     into[index].copy_(read[index])
                 else:
-                    into[index].mul_(keep[index]).add_(read[index], alpha=-scale[index])
+                    new = (into[index] * keep[index]).add_(read[index], alpha=-scale[index])
+                    into[index].copy_(new if verdict is None else torch.where(verdict[IS_TAKEN] != 0, new, into[index]))
             if not tiles.total:
                 continue
             columns: list[Iterable[int]] = [target.addresses, source.addresses]
             if scale is not None and keep is not None:
                 columns += [_as_integers(-factor for factor in scale), _as_integers(keep)]
             tables = tiles.of, tiles.walks, address_table(tuple(chain.from_iterable(zip(*columns, strict=True))), place)
+            decision = verdict, verdict is not None
             constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), scale is not None, _WALK, _SIDE)
-            key = (_pair_kernel, target.device, dtypes, scale is not None)
-            launch(_pair_kernel, key, tiles.total, (*tables, *constants), warps=_WARPS, registers=_REGISTERS)
+            key = (_pair_kernel, target.device, dtypes, scale is not None, verdict is not None)
+            arguments = (*tables, *decision, *constants)
+            launch(_pair_kernel, key, tiles.total, arguments, warps=_WARPS, registers=_REGISTERS)
 
 
 def _as_integers(numbers: Iterable[float]) -> array[int]:

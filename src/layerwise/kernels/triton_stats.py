@@ -5,7 +5,9 @@ Imported only where `has_own_kernels` says so. Every sum has one order, which de
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -13,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from layerwise.kernels.lists import facts_of
-from layerwise.kernels.tables import address_table, cut, place_of, row_table, working_on
+from layerwise.kernels.tables import Place, address_table, cut, place_of, row_table, working_on
 from layerwise.kernels.triton_launch import launch
 from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, find_block
+from layerwise.kernels.verdicts import FIRST, Bounds
 
 
 @triton.jit
@@ -79,6 +82,34 @@ def _totals_kernel(sums, groups, places, totals, nonfinite, num_groups, numel, L
         tl.atomic_add(place, tl.full((LANES,), 1.0, tl.float64), mask=is_bad, sem="relaxed")
 
 
+@triton.jit(do_not_specialize=["numel"])
+def _verdict_kernel(
+    square_sums, nonfinite, shares, numbers, verdict, numel,
+    NUM_GROUPS: tl.constexpr, NEEDS_FINITE: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    clip_norm, skip_above = tl.load(numbers), tl.load(numbers + 1)
+    divisor, eps = tl.load(numbers + 2), tl.load(numbers + 3)
+    # A row of shares for each group, and one for the norm that a step may be skipped for.
+    group = tl.arange(0, GROUPS)
+    total = tl.zeros((GROUPS,), tl.float64)
+    members = tl.zeros((GROUPS,), tl.int64)
+    for other in range(NUM_GROUPS):
+        share = tl.load(shares + group * NUM_GROUPS + other, mask=group <= NUM_GROUPS, other=0)
+        total += tl.where(share != 0, tl.load(square_sums + other), 0.0)
+        members += share
+    norm = tl.sqrt(total) / divisor
+    ratio = clip_norm / (norm + eps)
+    factor = tl.where((members > 0) & (ratio < 1.0), ratio, 1.0)
+    tl.store(verdict + 2 + group, factor.to(tl.float32), mask=group < NUM_GROUPS)
+    is_bad = tl.sum(tl.where((group == NUM_GROUPS) & (norm > skip_above), 1, 0))
+    if NEEDS_FINITE:
+        for first in range(0, numel, LANES):
+            at = first + tl.arange(0, LANES)
+            is_bad += tl.sum((tl.load(nonfinite + at, mask=at < numel, other=0.0) != 0.0).to(tl.int32))
+    tl.store(verdict, tl.where(is_bad > 0, 0.0, 1.0))
+    tl.store(verdict + 1, 1.0)
+
+
 _BLOCK, _LANES, _WARPS = 16384, 2048, 8
 _SUMS = 512
 """Sums of blocks that are added at a time."""
@@ -101,6 +132,28 @@ def fused_totals(sums: Tensor, group_of: Tensor, place_of: Tensor, groups: Tenso
     is_aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in arguments[:5])  # the vector's parts begin anywhere
     with torch.cuda.device_of(sums):
         launch(_totals_kernel, (_totals_kernel, sums.device, is_aligned), programs, arguments, warps=4)
+
+
+def fused_verdict(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Tensor:
+    """`verdict_of`, in one launch. Numbers go there in memory: what is passed to a kernel is no more than an fp32."""
+    device, groups = square_sums.device, len(bounds.together)
+    verdict = torch.empty(FIRST + groups, dtype=torch.float32, device=device)
+    with working_on(device):
+        shares, numbers = _verdict_tables(bounds, place_of(device))
+        arguments = (square_sums, nonfinite, shares, numbers, verdict, len(nonfinite))
+        constants = (groups, bounds.needs_finite, triton.next_power_of_2(groups + 1), _SUMS)
+        is_aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (square_sums, nonfinite))
+        key = (_verdict_kernel, device, is_aligned, constants)
+        launch(_verdict_kernel, key, 1, (*arguments, *constants), warps=4)
+    return verdict
+
+
+@lru_cache(maxsize=64)
+def _verdict_tables(bounds: Bounds, place: Place) -> tuple[Tensor, Tensor]:
+    groups = range(len(bounds.together))
+    shares = [[int(other in members) for other in groups] for members in (*bounds.together, bounds.families)]
+    numbers = array("d", (bounds.clip_norm, bounds.skip_above, bounds.divisor, 1e-6))
+    return row_table(shares, place), row_table([array("q", numbers.tobytes())], place).view(torch.float64)
 
 
 def _sums(tensors: Sequence[Tensor], *, zeros: bool) -> Tensor:

@@ -21,9 +21,9 @@ from layerwise.engine.norm_groups import assign_norm_groups
 from layerwise.engine.param_groups import PLANNED, check_planned, live_rule, plan_groups, planned_options, uncut
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
-from layerwise.engine.stats import StepStats
 from layerwise.engine.step import Stepper
 from layerwise.engine.step_plan import Live, StepPlan
+from layerwise.engine.totals import StepStats
 from layerwise.engine.update import AtHome
 from layerwise.errors import StateError, warn
 from layerwise.layout.plan import Plan
@@ -158,13 +158,15 @@ class Optimizer(torch.optim.Optimizer):
         self.stepper = Stepper(self.engine, planned, wire_dtypes(self.engine.plan.works, dtypes))
         self._planned_options = planned_options(self.param_groups)
         check_alike(groups, self.engine.roster, "is updated", self._tie_settings())
-        self._steps = torch.zeros(())
         home_state = self.stepper.update.home_state_by_fqn()
         self._kept_at_home = sorted({name.partition(".")[0] for kept in home_state.values() for name in kept})
         for fqn, tensors in self.stepper.update.state_by_fqn().items():
             param = self.engine.storage.params[fqn]
             if plan.options.memory == "params":  # then state lies as its param does
-                tensors = {STEP: self._steps, **{name: like(param, tensor) for name, tensor in tensors.items()}}
+                tensors = {
+                    STEP: self.engine.count.as_tensor,
+                    **{name: like(param, tensor) for name, tensor in tensors.items()},
+                }
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self.engine.attach(self)
 
@@ -180,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def stats(self) -> StepStats:
-        """What the last step saw and did."""
+        """What the last step saw and did. On a GPU the host may be far ahead of that, and waits for it here."""
         return self.stepper.stats
 
     @property
@@ -224,7 +226,6 @@ class Optimizer(torch.optim.Optimizer):
         # An update is what it is, also in the middle of a forward's autocast.
         with torch.autocast(self.engine.storage.device.type, enabled=False):
             self.stepper.step(self._live)
-        self._steps.fill_(self.engine.count.steps)
         return loss
 
     @never_traced
@@ -264,7 +265,7 @@ class Optimizer(torch.optim.Optimizer):
         """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Masters are those of the
         weights as they are: what the user wrote into them counts."""
         self.engine.check_bound()
-        self.stepper.refuse_half_way()
+        self.stepper.settle()
         if not self.has_said_part and self._whole is None:
             self.has_said_part = say_part(self.engine, self._kept_at_home)
         self.stepper.pull_changed()
@@ -315,6 +316,7 @@ class Optimizer(torch.optim.Optimizer):
         """In here masters and state are written, on every rank. Once all masters are there, what this gives is called: then
         they are those of this step, and weights follow. An exception leaves an optimizer that refuses to go on."""
         engine, scaler = self.engine, self.stepper.scaler
+        self.stepper.look_back()
         agree(engine.groups, "states", {"step": step, "loss_scale": loss_scale}, across_stages=True)
         if any_rank(engine.groups, engine.gradients.has_gradients):
             if scaler is not None and loss_scale is not None and loss_scale["scale"] != scaler.scale:
@@ -329,7 +331,6 @@ class Optimizer(torch.optim.Optimizer):
         def follow() -> None:
             self._whole = None
             engine.count.steps = step
-            self._steps.fill_(step)
             if scaler is not None and loss_scale is not None:
                 scaler.load_state_dict(dict(loss_scale))
             engine.publisher.begin()
@@ -342,7 +343,7 @@ class Optimizer(torch.optim.Optimizer):
         """Have weights and masters agree on every rank: what was written into weights counts, and what is on its way arrives.
         Call it on every rank."""
         self.engine.check_bound()
-        self.stepper.refuse_half_way()
+        self.stepper.settle()
         self.engine.publisher.ensure_all()
         self.stepper.pull_changed()
 

@@ -102,6 +102,8 @@ class Meter:
     steps: int = 0
     skipped: int = 0
     skip_reason: str = ""
+    is_behind: bool = False
+    """Whether it has to be noted yet what became of the last step."""
     train_s: float = 0.0
     """Time of the steps that `log` has seen, without validation."""
     total_steps: int = 0
@@ -146,15 +148,23 @@ class Run:
             group["lr"] = base_lr * factor
         batches = [self.loader.train_batch(step - 1, micro) for micro in range(self.config.train.accumulation)]
         self.meter.loss_sum += self.passes.train(batches)
+        self._look_back()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.meter.steps += 1
-        if self.optimizer.stats.skipped:
-            self.meter.skipped += 1
-            self.meter.skip_reason = self.optimizer.stats.skip_reason
+        self.meter.is_behind = True
+
+    def _look_back(self) -> None:
+        """Note what became of the last step, once. Right after it a host would wait for its device."""
+        meter = self.meter
+        if meter.is_behind and (stats := self.optimizer.stats).skipped:
+            meter.skipped += 1
+            meter.skip_reason = stats.skip_reason
+        meter.is_behind = False
 
     def log(self, step: int) -> None:
         """Average over ranks what happened since the last time and tell it."""
+        self._look_back()
         meter, stats = self.meter, self.optimizer.stats
         loss = self._total(float(meter.loss_sum) / meter.steps) / self.loader.batching.world
         lap_s = time.perf_counter() - meter.lap_started_s

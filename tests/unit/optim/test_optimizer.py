@@ -12,7 +12,7 @@ from torch import nn
 import layerwise
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.policy import GradientPolicy
-from layerwise.engine.stats import Totals
+from layerwise.engine.totals import Totals
 from layerwise.engine.update import Update
 from layerwise.errors import StateError
 from tests.worlds import Case, Net, Zoo, deliver, gradient, hash_everything, net_loss, wrap

@@ -1,0 +1,95 @@
+"""What a step sees of its gradients: what a rank tells the others, what they have together, and what it comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from layerwise.engine.gradients import Divisors
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What the last step saw and did. The same on every rank, but for bytes."""
+
+    step: int = 0
+    """Successful steps so far."""
+    grad_norm: float = math.nan
+    """Norm of the averaged, unscaled, unclipped gradient over all params that are in no named norm group."""
+    norms: Mapping[str, float] = field(default_factory=dict)
+    """Norms of the matrix and the other family and of every named norm group."""
+    clip_coefficients: Mapping[str, float] = field(default_factory=dict)
+    """What the gradients of each of these were multiplied with."""
+    num_zeros: int | None = None
+    """Gradient elements that are exactly zero; None unless count_zeros=True."""
+    skipped: bool = False
+    skip_reason: str = ""
+    nonfinite: tuple[str, ...] = ()
+    """Params whose reduced gradient holds inf or NaN."""
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """Params without a gradient, with the number of ranks on which it was missing; they count as zero there."""
+    loss_scale: float = 1.0
+    max_logit: float | None = None
+    """Largest attention logit since the step before, of all heads and ranks; None without `qk_clip`, or where no
+    attention ran."""
+    clipped_heads: int = 0
+    """Attention heads whose query rows `qk_clip` scaled."""
+    nonfinite_logits: tuple[str, ...] = ()
+    """Attention heads whose largest logit is inf or NaN: nothing was scaled for them."""
+    unseen_logits: tuple[str, ...] = ()
+    """Modules that `qk_clip` watches and that ran on no rank: there was nothing to clip."""
+    bytes_by_collective: Mapping[str, int] = field(default_factory=dict)
+    """Bytes this rank sent since the step before, per kind of collective."""
+    products: Mapping[str, str] = field(default_factory=dict)
+    """For every `ns_dtype` in use, which kernels multiply in Newton-Schulz, and why."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The reduced vector, read back."""
+
+    square_sums: Mapping[str, float]
+    num_zeros: int | None
+    missing: Mapping[str, int]
+    nonfinite: tuple[str, ...]
+    late: frozenset[tuple[int, str]]
+    """(stage, fqn) of params that got a gradient on some rank after their reduction: it has to be reduced too, by all."""
+    nothing_arrived: bool
+    """No param has a gradient on any rank."""
+    disagreeing: Mapping[str, tuple[int, int]]
+    """Params of which some rank has a gradient and another none, though both hold the same part of them, or though it takes
+    all of them to bring it: on how many ranks that hold any it is missing, of how many."""
+    consistent: bool
+    """All ranks of a stage have the same settings, and all copies of a tied weight."""
+    problems: int
+    """Ranks that found something wrong by themselves."""
+    scaled: tuple[int, ...]
+    """Of each stage, ranks that scaled their loss."""
+    unscaled: tuple[int, ...]
+    """Of each stage, ranks that have gradients of a loss which they did not scale."""
+    divisors: Divisors
+    """From sums to averages."""
+
+    def norm(self, *names: str) -> float:
+        """Norm of the averaged gradient over the named groups together."""
+        return math.sqrt(sum(self.square_sums[name] for name in names)) / self.divisors.common
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a rank has to tell the others about this step, beside its gradients."""
+
+    missing: frozenset[str]
+    """Params without a gradient here."""
+    late: frozenset[str]
+    """Params that got one after their reduction."""
+    joint: frozenset[str]
+    """Params whose gradient it takes all ranks to bring. The same ones on every rank."""
+    settings: str
+    """Everything that all ranks of a stage must have in common."""
+    tie_settings: Mapping[str, str]
+    """What all copies of each tied weight must have in common."""
+    has_problem: bool
+    is_scaled: bool
+    is_unscaled: bool

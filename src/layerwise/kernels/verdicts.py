@@ -1,0 +1,74 @@
+"""What is decided about a step, as the device knows it: whether it is taken, and what gradients count as multiplied by.
+
+Whoever updates anything reads it where it works, so that an update can be launched before the host knows what came of the
+gradients. A step that is not taken is launched all the same, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layerwise.kernels.facts import has_own_kernels
+
+IS_TAKEN, ONE, FIRST = 0, 1, 2
+"""Places of a verdict: 1 or 0, the factor 1, and the factor of the first norm group."""
+
+
+class Factor(NamedTuple):
+    """What gradients count as multiplied by, and whether the step is taken at all: known to a device."""
+
+    verdict: Tensor
+    place: int
+
+
+Scale = float | Factor
+"""What gradients count as multiplied by, in a step that is taken; or what a verdict says of both."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a verdict is found by."""
+
+    clip_norm: float
+    """Groups are clipped to this norm; inf does not clip."""
+    together: tuple[tuple[int, ...], ...]
+    """For every norm group, those that share its norm; none: it is not clipped."""
+    families: tuple[int, ...]
+    """The norm groups whose norm `skip_above` is about."""
+    skip_above: float
+    """Of the norm; inf skips for none."""
+    needs_finite: bool
+    """Whether a gradient with inf or NaN skips the step."""
+    divisor: float
+    """What makes norms of averages of norms of sums."""
+
+
+def verdict_of(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Tensor:
+    """The verdict, in fp32, from the sums of squares of norm groups and the number of bad elements of each param, both in
+    fp64: with the rounding of the same formulas in Python."""
+    if has_own_kernels(square_sums.device):
+        from layerwise.kernels.triton_stats import fused_verdict
+
+        return fused_verdict(square_sums, nonfinite, bounds)
+    sums = square_sums.tolist()
+
+    def norm(groups: Sequence[int]) -> float:
+        return math.sqrt(sum(sums[group] for group in groups)) / bounds.divisor
+
+    is_bad = (bounds.needs_finite and bool(nonfinite.any())) or norm(bounds.families) > bounds.skip_above
+    factors = [min(1.0, bounds.clip_norm / (norm(groups) + 1e-6)) if groups else 1.0 for groups in bounds.together]
+    return torch.tensor([float(not is_bad), 1.0, *factors], dtype=torch.float32, device=square_sums.device)
+
+
+def known_to_host(scale: Scale) -> float | None:
+    """The factor as a number, None if the step is not taken. Waits for a device that decides."""
+    if not isinstance(scale, Factor):
+        return scale
+    numbers = scale.verdict.tolist()
+    return float(numbers[scale.place]) if numbers[IS_TAKEN] else None

@@ -32,6 +32,28 @@ def has_own_kernels(device: torch.device) -> bool:
     return products_for(device, torch.bfloat16, torch.bfloat16).backend == "triton"
 
 
+_chains: dict[tuple[torch.device, torch.dtype], str] = {}
+"""Why there are none, by device and dtype; empty where there are."""
+
+
+def chains_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether several products can be one launch there."""
+    return not why_no_chains(device, dtype)
+
+
+def why_no_chains(device: torch.device, dtype: torch.dtype) -> str:
+    """Empty where there are chains. The first call compiles them."""
+    if (device, dtype) not in _chains:
+        if device.type != "cuda":
+            return f"there are none on {device.type}"
+        if torch.cuda.is_current_stream_capturing():
+            return "nothing can be loaded while a stream is recorded"
+        from layerwise.kernels.chain_driver import why_none
+
+        _chains[device, dtype] = why_none(device, dtype)
+    return _chains[device, dtype]
+
+
 def encoder_for(x: Tensor, format: BlockFormat) -> Encoder:
     """Who writes the codes of a tensor, and why."""
     return choose_encoder(

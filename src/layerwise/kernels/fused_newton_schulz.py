@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import Coefficient
-from layerwise.kernels.products import full_tile, symmetric_tile
-from layerwise.kernels.triton_products import Norms, full, new_batch, normalise_into, norms_nbytes, symmetric
+from layerwise.kernels.chains import Multiple, Product, run
+from layerwise.kernels.triton_norms import Norms, normalise_into, norms_nbytes
+from layerwise.kernels.triton_products import new_batch
 from layerwise.layout.cost import GRAM_OTHERS, GramRoom, gram_segments
 
 # B: batch of equal-shaped matrices, P: part of it, R: rows, C: columns, M: the shorter of the two.
@@ -62,7 +63,8 @@ def orthogonalize_into(
     in `workspace`, of `workspace_nbytes`, does not matter before or after."""
     form = _gram if method == "gram" else _standard
     with torch.cuda.device_of(update_BRC):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-        form(_Places.of(out_BRC, workspace), update_BRC, schedule)
+        places = _Places.of(out_BRC, workspace)
+        run(form(places, update_BRC, schedule), places.norms.counters)
 
 
 def workspace_nbytes(shape: Sequence[int], method: str, steps: int) -> int:
@@ -117,7 +119,7 @@ def _carved(memory: Tensor, first: int, batch: int, rows: int, cols: int, dtype:
     return found if padded == cols else found[:, :, :cols]
 
 
-def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> None:
+def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Product | Multiple]:
     dtype = places.out_BRC.dtype
     small = update_BRC.shape[0] * _sizes(*update_BRC.shape[1:])[1]
     polynomial_BMM = places.small(0, dtype)
@@ -129,20 +131,23 @@ def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficien
     if len(schedule) % 2:
         here, there = there, here
     normalise_into(here[0], update_BRC, places.norms)
-    first: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
+    found: list[Product | Multiple] = []
+    scales: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     for a, b, c in schedule:
         x_BRC, next_BRC, gram_BMM = here[0], *there
         if c == 0.0:
-            _gram_matrix(x_BRC, first[1], polynomial_BMM)
-            _times(polynomial_BMM, x_BRC, next_BRC, alpha=b, beta=a, scales=first[0])
+            found.append(Product((x_BRC,), None, polynomial_BMM, scales=scales[1]))
+            found.append(_times(polynomial_BMM, x_BRC, next_BRC, alpha=b, beta=a, scales=scales[0]))
         else:
-            _gram_matrix(x_BRC, first[1], gram_BMM)
-            _times(_square(gram_BMM, b, c, polynomial_BMM), x_BRC, next_BRC, beta=a, scales=first[0])
+            found.append(Product((x_BRC,), None, gram_BMM, scales=scales[1]))
+            found.append(_square(gram_BMM, b, c, polynomial_BMM))
+            found.append(_times(polynomial_BMM, x_BRC, next_BRC, beta=a, scales=scales[0]))
         here, there = there, here
-        first = None, None
+        scales = None, None
+    return found
 
 
-def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> None:
+def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Product | Multiple]:
     """See [Note: The Gram form without a diagonal], [Note: Where things lie], and in newton_schulz why it works in fp16
     and restarts."""
     half, batch = torch.float16, update_BRC.shape[0]
@@ -163,12 +168,15 @@ def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) 
     away = [(own_PRC, slice(0, part)), (result_BRC[: batch - part], slice(part, batch))][: 1 + (part < batch)]
     is_away = len(segments) % 2 == 1
     normalise_into(own_PRC if is_away else result_BRC, update_BRC, places.norms)
-    first: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
+    found: list[Product | Multiple] = []
+    scales: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     done = 0
     for length in segments:
         segment = schedule[done : done + length]
         done += length
-        q = _segment(away if is_away else at_home, first[1], segment, p_BMM, others_by_side[is_away])
+        x_PRCs = tuple(x_PRC for x_PRC, _ in (away if is_away else at_home))
+        products, q = segment_products(x_PRCs, scales[1], segment, p_BMM, others_by_side[is_away])
+        found += products
         target_BRC = places.out_BRC if done == len(schedule) else result_BRC
         # Who goes first leaves its place to the other.
         if is_away:
@@ -176,65 +184,54 @@ def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) 
         else:
             moves = [(result_BRC[which], x_PRC, which) for x_PRC, which in away]
         for here_PRC, there_PRC, which in moves:
-            scales = first[0] if first[0] is None else first[0][which]
-            _times(p_BMM[which], here_PRC, there_PRC, beta=q, scales=scales)
+            part_scales = None if scales[0] is None else scales[0][which]
+            found.append(_times(p_BMM[which], here_PRC, there_PRC, beta=q, scales=part_scales))
         is_away = not is_away
-        first = None, None
+        scales = None, None
+    return found
 
 
-def _segment(
-    parts: Sequence[tuple[Tensor, slice]],
+def segment_products(
+    x_PRCs: tuple[Tensor, ...],
     scales: Tensor | None,
     segment: Sequence[Coefficient],
     last_BMM: Tensor,
     others: Sequence[Tensor],
-) -> float:
-    """Leave in `last` the P, and return the q, such that P X + q X is X after the steps of `segment`. X lies in parts."""
+) -> tuple[list[Product | Multiple], float]:
+    """What leaves in `last` the P, and the q, such that P X + q X is X after the steps of `segment`. X lies in parts."""
     r_BMM, spare_BMM, other_BMM = others
-    tile = symmetric_tile(r_BMM.shape[1])
     # P is written to one place and to another in turn, and ends in the last.
     p_BMM, next_BMM = (last_BMM, other_BMM) if len(segment) % 2 else (other_BMM, last_BMM)
-    for x_PRC, which in parts:
-        _gram_matrix(x_PRC, None if scales is None else scales[which], r_BMM[which])
     a, b, c = segment[0]
-    q = a
-    z_BMM = _square(r_BMM, b, c, p_BMM)
+    q, z_BMM = a, p_BMM
+    found = [Product(x_PRCs, None, r_BMM, scales=scales), _square(r_BMM, b, c, z_BMM)]
     for later, (next_a, b, c) in enumerate(segment[1:], start=2):
         # Until there is a new P, its place is free.
         rz_BMM = next_BMM
-        symmetric(r_BMM, z_BMM, tile=tile, addends=((r_BMM, a),), out=rz_BMM)
-        symmetric(z_BMM, rz_BMM, tile=tile, addends=((rz_BMM, a),), out=r_BMM)
-        z_BMM = _square(r_BMM, b, c, spare_BMM)
+        found.append(Product((r_BMM,), z_BMM, rz_BMM, addends=((r_BMM, a),)))
+        found.append(Product((z_BMM,), rz_BMM, r_BMM, addends=((rz_BMM, a),)))
+        z_BMM = spare_BMM
+        found.append(_square(r_BMM, b, c, z_BMM))
         a, diagonal = next_a, q * next_a if later == len(segment) else 0.0
         addends = ((p_BMM, a), (z_BMM, q))
-        symmetric(p_BMM, z_BMM, tile=tile, addends=addends, diagonal=diagonal, out=next_BMM)
+        found.append(Product((p_BMM,), z_BMM, next_BMM, addends=addends, diagonal=diagonal))
         p_BMM, next_BMM = next_BMM, p_BMM
         q = q * a - diagonal
-    return q
+    return found, q
 
 
-def _gram_matrix(x_BRC: Tensor, scales: Tensor | None, out_BMM: Tensor) -> None:
-    """X X^T, or X^T X of tall ones."""
-    rows, cols = x_BRC.shape[1:]
-    is_tall = rows > cols
-    tile = symmetric_tile(min(rows, cols))
-    symmetric(x_BRC, x_BRC, tile=tile, scales=scales, left_t=is_tall, right_t=not is_tall, out=out_BMM)
-
-
-def _square(gram_BMM: Tensor, b: float, c: float, out_BMM: Tensor) -> Tensor:
+def _square(gram_BMM: Tensor, b: float, c: float, out_BMM: Tensor) -> Product | Multiple:
     """b A + c A^2."""
     if c == 0.0:
-        return torch.mul(gram_BMM, b, out=out_BMM)
-    tile = symmetric_tile(gram_BMM.shape[1])
-    return symmetric(gram_BMM, gram_BMM, tile=tile, alpha=c, addends=((gram_BMM, b),), out=out_BMM)
+        return Multiple(gram_BMM, b, out_BMM)
+    return Product((gram_BMM,), gram_BMM, out_BMM, alpha=c, addends=((gram_BMM, b),))
 
 
 def _times(
     p_BMM: Tensor, x_BRC: Tensor, out_BRC: Tensor, *, beta: float, alpha: float = 1.0, scales: Tensor | None = None
-) -> None:
+) -> Product:
     """alpha P X + beta X, or alpha X P + beta X of tall ones."""
     rows, cols = x_BRC.shape[1:]
     left, right = (x_BRC, p_BMM) if rows > cols else (p_BMM, x_BRC)
-    tile = full_tile(rows, cols)
-    addend = None if beta == 0.0 else x_BRC
-    full(left, right, tile=tile, alpha=alpha, addend=addend, beta=beta, scales=scales, out=out_BRC)
+    addends = () if beta == 0.0 else ((x_BRC, beta),)
+    return Product((left,), right, out_BRC, alpha, addends, scales=scales, is_symmetric=False)

@@ -54,6 +54,8 @@ class Tile:
 # The order of a sum is that of its depth, so tiles change the time and no bits.
 SYMMETRIC_TILE = Tile(rows=128, cols=128, depth=64, warps=4, stages=5)
 FULL_TILE = Tile(rows=128, cols=256, depth=64, warps=8, stages=3)
+CHAIN_TILE = Tile(rows=128, cols=128, depth=64, warps=12, stages=4)
+"""That of `chain.cu`, which is written for it."""
 
 
 def symmetric_tile(size: int) -> Tile:
@@ -64,3 +66,8 @@ def symmetric_tile(size: int) -> Tile:
 def full_tile(rows: int, cols: int) -> Tile:
     """The tile of a rows x cols product."""
     return FULL_TILE
+
+
+def team_of(batch: int, size: int) -> int:
+    """Matrices of size x size that go through a chain of products together."""
+    return batch

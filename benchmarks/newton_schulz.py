@@ -28,7 +28,7 @@ from triton.testing import do_bench
 from layerwise.cli import peers
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.kernels import newton_schulz
-from layerwise.kernels.facts import products_for
+from layerwise.kernels.facts import products_in_words
 from layerwise.kernels.newton_schulz import orthogonalize
 from layerwise.kernels.products import Products
 from layerwise.layout.cost import fewest_flops, resolve_method
@@ -190,7 +190,7 @@ def main() -> int:
             "torch": torch.__version__,
             "triton": triton.__version__,
         },
-        "products": products_for(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16).reason,
+        "products": products_in_words(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16),
         "ceilings": {"tflops_cold": cold, "tflops_hot": round(ceiling(), 1), "copy_tb_s": copy_tb_s()},
         "rows": rows,
         "accuracy": [accuracy(kind, *shape) for kind in KINDS for shape in ACCURACY_SHAPES],

@@ -20,7 +20,7 @@ from torch import nn
 import layerwise
 from layerwise.cli import measuring, peers
 from layerwise.cli.measuring import gpt_matrices
-from layerwise.kernels.facts import products_for
+from layerwise.kernels.facts import products_in_words
 
 RESULTS = Path(__file__).parent / "results" / "optimizer_step.json"
 WIDTH, WIDE, LAYERS, REPEATS = 1024, 2048, 24, 15
@@ -110,7 +110,7 @@ def main() -> int:
         },
         "matrix_params": sum(param.numel() for param in build().parameters()),
         "ceiling_tflops": round(ceiling, 1),
-        "products": products_for(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16).reason,
+        "products": products_in_words(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16),
         "rows": rows,
         "rows_at_width_2048": wide,
         "layerwise_over_torch_muon": round(rows["layerwise Muon"]["ms"] / rows["torch Muon"]["ms"], 3),

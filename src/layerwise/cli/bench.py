@@ -18,7 +18,7 @@ from layerwise.cli import peers
 from layerwise.cli.measuring import ceilings, gpt_matrices, host_ms, median_ms
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.config.rules import AdamW, Muon, Rule
-from layerwise.kernels.facts import products_for
+from layerwise.kernels.facts import products_in_words
 from layerwise.kernels.recorded import Recorder
 from layerwise.layout.cost import fewest_flops, resolve_method
 from layerwise.optim.optimizer import Optimizer
@@ -47,7 +47,6 @@ def run(request: BenchRequest) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     found = ceilings(device)
-    products = products_for(device, torch.bfloat16, torch.bfloat16)
     report: dict[str, Any] = {
         "command": f"layerwise bench {request.what}",
         "host": {
@@ -56,7 +55,7 @@ def run(request: BenchRequest) -> int:
             "torch": torch.__version__,
             "layerwise": __version__,
         },
-        "products": f"{products.backend}: {products.reason}",
+        "products": products_in_words(device, torch.bfloat16, torch.bfloat16),
         "ceilings": found,
     }
     if request.what == "ns":

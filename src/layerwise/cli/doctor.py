@@ -127,11 +127,11 @@ def _threads() -> tuple[str, str]:
 def _products() -> tuple[str, str]:
     import torch
 
-    from layerwise.kernels.facts import products_for
+    from layerwise.kernels.facts import products_in_words
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    chosen = products_for(device, torch.bfloat16, torch.bfloat16)
-    return "ok", f"{chosen.backend} in Newton-Schulz: {chosen.reason}"
+    backend, _, reason = products_in_words(device, torch.bfloat16, torch.bfloat16).partition(": ")
+    return "ok", f"{backend} in Newton-Schulz: {reason}"
 
 
 def self_test() -> Finding:

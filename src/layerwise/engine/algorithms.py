@@ -14,9 +14,8 @@ from layerwise.config.coefficients import coefficient_schedule
 from layerwise.config.rules import wire_dtype_for
 from layerwise.dtypes import DType
 from layerwise.kernels.elementwise import adamw_, keep_of, lion_, momentum_
-from layerwise.kernels.facts import products_for
+from layerwise.kernels.facts import products_in_words
 from layerwise.kernels.lists import Tensors
-from layerwise.kernels.products import Products
 from layerwise.kernels.recorded import Recorder
 from layerwise.kernels.second_moment import normalise_elements, normalise_rows
 from layerwise.kernels.verdicts import Scale
@@ -144,9 +143,9 @@ def kept_of(options: LiveOptions) -> float:
     return keep_of(lr=lr, weight_decay=weight_decay, mode=str(options["weight_decay_mode"]))
 
 
-def products_of(options: LiveOptions, device: torch.device) -> Products:
+def products_of(options: LiveOptions, device: torch.device) -> str:
     """Who multiplies the matrices of a param group at their homes, and why."""
-    return products_for(device, _wire_dtype(options), torch_dtype(DType(str(options["ns_dtype"]))))
+    return products_in_words(device, _wire_dtype(options), torch_dtype(DType(str(options["ns_dtype"]))))
 
 
 def _betas(options: LiveOptions) -> tuple[float, float]:

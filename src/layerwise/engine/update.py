@@ -328,12 +328,11 @@ class Update:
 
     def products(self, options: Sequence[LiveOptions]) -> dict[str, str]:
         """Which kernels multiply, and why, for every `ns_dtype` of the matrix rules."""
-        chosen = {
+        return {
             str(live["ns_dtype"]): products_of(live, self._device)
             for live, group in zip(options, self._groups, strict=True)
             if group.rule.is_matrix_rule
         }
-        return {name: f"{products.backend}: {products.reason}" for name, products in chosen.items()}
 
     def state_by_fqn(self) -> dict[str, dict[str, Tensor]]:
         """This rank's state of every trainable param, as views; empty tensors where it holds none, so that all ranks

@@ -19,8 +19,8 @@ _DEPTH, _BOX = 64, 64
 _THREADS = 384
 _STAGES, _STAGE_NBYTES, _STAGING_NBYTES, _BARRIERS_NBYTES, _ALIGNMENT = 4, 32768, 49152, 256, 1024
 _SHARED_NBYTES = _STAGES * _STAGE_NBYTES + 2 * _STAGING_NBYTES + _BARRIERS_NBYTES + _ALIGNMENT
-_MAPS, _PRODUCTS = 8, 20
-"""As in chain.cu."""
+_MAPS, MOST_PRODUCTS = 8, 20
+"""As in chain.cu, all of them."""
 _MAP_NBYTES = 128
 _WIDE, _TALL, _PLAIN = range(3)
 _DTYPES = {torch.float16: 6, torch.bfloat16: 9}
@@ -74,6 +74,7 @@ def why_none(device: torch.device, dtype: torch.dtype) -> str:
     """Why there are no chains on this device; empty if there are. Compiles the kernel at its first call."""
     try:
         with torch.cuda.device(device):
+            torch.empty(1, device=device)  # from here on there is a context
             _function(device, dtype)
     except ChainUnavailable as error:
         return str(error)
@@ -96,7 +97,7 @@ class _Chain(ctypes.Structure):
 
     _fields_ = [
         ("maps", ctypes.c_byte * (_MAPS * _MAP_NBYTES)),
-        ("products", _Product * _PRODUCTS),
+        ("products", _Product * MOST_PRODUCTS),
         ("counters", ctypes.c_int64),
         *(
             (name, ctypes.c_int32)
@@ -132,8 +133,8 @@ class _Config(ctypes.Structure):
 def _arguments(products: Sequence[ChainProduct], counters: Tensor, tiles_done: int, team: int) -> _Chain:
     """What the kernel is launched with."""
     batch, size, _ = products[0].out.shape
-    if len(products) > _PRODUCTS:
-        raise ValueError(f"a chain has at most {_PRODUCTS} products, got {len(products)}")
+    if len(products) > MOST_PRODUCTS:
+        raise ValueError(f"a chain has at most {MOST_PRODUCTS} products, got {len(products)}")
     # The driver writes maps to multiples of 64 bytes, in newer headers of 128.
     memory = ctypes.create_string_buffer(ctypes.sizeof(_Chain) + _MAP_NBYTES)
     arguments = _Chain.from_buffer(memory, -ctypes.addressof(memory) % _MAP_NBYTES)

@@ -3,24 +3,23 @@
 [Note: Chains]
 Products of a small batch leave much of a device idle while they begin and end, and Newton-Schulz is twenty of them in a row.
 A chain (`chain.cu`) is one launch for several products of the same batch: a matrix goes on to its next product as soon as its
-last one is in memory, whatever the others do. So nothing that a product writes may lie where another matrix has something
-that is still read. Small matrices have a place of their own each, always; larger ones may have several matrices of another
-memory in theirs, so they are products of a chain only where all matrices are of one size.
+last one is in memory, whatever the others do. So nothing that one of its products writes may lie where another matrix has
+something that the chain still reads: who arranges memory says which products may be one.
 
 What a product gives is the same to the bit either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from layerwise.kernels.chain_driver import ChainProduct, launch_chain
+from layerwise.kernels.chain_driver import MOST_PRODUCTS, ChainProduct, launch_chain
 from layerwise.kernels.facts import chains_on
-from layerwise.kernels.products import CHAIN_TILE, full_tile, symmetric_tile, team_of
+from layerwise.kernels.products import CHAIN_TILE, chain_pays, full_tile, symmetric_tile, team_of
 from layerwise.kernels.triton_products import all_tiles, full, lower_tiles, symmetric
 
 # B: batch of equal-shaped matrices, P: part of it, R: rows, C: columns, M: the shorter of the two.
@@ -49,42 +48,32 @@ class Multiple(NamedTuple):
     out: Tensor
 
 
-def run(products: Sequence[Product | Multiple], counters: Tensor, team: int | None = None) -> None:
+Stretch = list[Product | Multiple]
+"""Products of one batch in whose course matrices do not get in each other's way."""
+
+
+def run(stretches: Iterable[Stretch], counters: Tensor) -> None:
     """Compute them in this order. `counters` are as many int32 zeros as there are matrices."""
     tiles_done = 0
-    for some in _in_chains(products):
-        if isinstance(some, Multiple):
-            torch.mul(some.matrix, some.factor, out=some.out)
-        elif len(some) > 1 and chains_on(some[0].out.device, some[0].out.dtype):
-            tiles_done = _run_chain(some, counters, tiles_done, team)
-        else:
-            for product in some:
+    for stretch in stretches:
+        if _is_chain(stretch):
+            for first in range(0, len(stretch), MOST_PRODUCTS):
+                tiles_done = _run_chain(stretch[first : first + MOST_PRODUCTS], counters, tiles_done)
+            continue
+        for product in stretch:
+            if isinstance(product, Multiple):
+                torch.mul(product.matrix, product.factor, out=product.out)
+            else:
                 _run_alone(product)
 
 
-def _in_chains(products: Sequence[Product | Multiple]) -> Iterator[list[Product] | Multiple]:
-    """Products that may be one launch, together."""
-    chain: list[Product] = []
-    for product in products:
-        is_next = isinstance(product, Product) and (product.is_symmetric or _is_square(product.out))
-        if not is_next and chain:
-            yield chain
-            chain = []
-        if isinstance(product, Multiple):
-            yield product
-        elif is_next:
-            chain.append(product)
-        else:
-            yield [product]
-    if chain:
-        yield chain
+def _is_chain(stretch: Stretch) -> TypeGuard[list[Product]]:
+    out_BRC = stretch[0].out
+    is_one = len(stretch) > 1 and not any(isinstance(product, Multiple) for product in stretch)
+    return is_one and chain_pays(out_BRC.shape[1]) and chains_on(out_BRC.device, out_BRC.dtype)
 
 
-def _is_square(x_BRC: Tensor) -> bool:
-    return x_BRC.shape[1] == x_BRC.shape[2]
-
-
-def _run_chain(products: Sequence[Product], counters: Tensor, tiles_done: int, team: int | None) -> int:
+def _run_chain(products: Sequence[Product], counters: Tensor, tiles_done: int) -> int:
     """Returns how many tiles of each matrix have been counted by then."""
     batch, size, _ = products[0].out.shape
     found = []
@@ -92,7 +81,7 @@ def _run_chain(products: Sequence[Product], counters: Tensor, tiles_done: int, t
         rows, cols = product.out.shape[1:]
         tiles = (lower_tiles if product.is_symmetric else all_tiles)(rows, cols, CHAIN_TILE, product.out.device)
         found.append(ChainProduct(*product, tiles))
-    return launch_chain(found, counters, tiles_done, team_of(batch, size) if team is None else team)
+    return launch_chain(found, counters, tiles_done, team_of(batch, size))
 
 
 def _run_alone(product: Product) -> None:

@@ -32,6 +32,16 @@ def has_own_kernels(device: torch.device) -> bool:
     return products_for(device, torch.bfloat16, torch.bfloat16).backend == "triton"
 
 
+def products_in_words(device: torch.device, input_dtype: torch.dtype, dtype: torch.dtype) -> str:
+    """The same as a sentence, with how they are launched."""
+    products = products_for(device, input_dtype, dtype)
+    launched = ""
+    if products.backend == "triton":
+        why = why_no_chains(device, torch.float16)
+        launched = f", one launch each: {why}" if why else ", several in one launch where they are small"
+    return f"{products.backend}: {products.reason}{launched}"
+
+
 _chains: dict[tuple[torch.device, torch.dtype], str] = {}
 """Why there are none, by device and dtype; empty where there are."""
 

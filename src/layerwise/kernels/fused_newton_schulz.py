@@ -24,13 +24,14 @@ where that was: `GramRoom` says so, for the plan too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import Coefficient
-from layerwise.kernels.chains import Multiple, Product, run
+from layerwise.kernels.chains import Multiple, Product, Stretch, run
 from layerwise.kernels.triton_norms import Norms, normalise_into, norms_nbytes
 from layerwise.kernels.triton_products import new_batch
 from layerwise.layout.cost import GRAM_OTHERS, GramRoom, gram_segments
@@ -119,9 +120,9 @@ def _carved(memory: Tensor, first: int, batch: int, rows: int, cols: int, dtype:
     return found if padded == cols else found[:, :, :cols]
 
 
-def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Product | Multiple]:
+def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Stretch]:
     dtype = places.out_BRC.dtype
-    small = update_BRC.shape[0] * _sizes(*update_BRC.shape[1:])[1]
+    large, small = (update_BRC.shape[0] * size for size in _sizes(*update_BRC.shape[1:]))
     polynomial_BMM = places.small(0, dtype)
     # X and its successor in turn, each with the small matrix that lies where it will.
     here, there = (
@@ -131,23 +132,24 @@ def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficien
     if len(schedule) % 2:
         here, there = there, here
     normalise_into(here[0], update_BRC, places.norms)
-    found: list[Product | Multiple] = []
+    found: list[Stretch] = []
     scales: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     for a, b, c in schedule:
         x_BRC, next_BRC, gram_BMM = here[0], *there
         if c == 0.0:
-            found.append(Product((x_BRC,), None, polynomial_BMM, scales=scales[1]))
-            found.append(_times(polynomial_BMM, x_BRC, next_BRC, alpha=b, beta=a, scales=scales[0]))
+            small_ones: Stretch = [Product((x_BRC,), None, polynomial_BMM, scales=scales[1])]
+            times = _times(polynomial_BMM, x_BRC, next_BRC, alpha=b, beta=a, scales=scales[0])
         else:
-            found.append(Product((x_BRC,), None, gram_BMM, scales=scales[1]))
-            found.append(_square(gram_BMM, b, c, polynomial_BMM))
-            found.append(_times(polynomial_BMM, x_BRC, next_BRC, beta=a, scales=scales[0]))
+            small_ones = [Product((x_BRC,), None, gram_BMM, scales=scales[1]), _square(gram_BMM, b, c, polynomial_BMM)]
+            times = _times(polynomial_BMM, x_BRC, next_BRC, beta=a, scales=scales[0])
+        found += [small_ones, [times]]
         here, there = there, here
         scales = None, None
-    return found
+    # Where a matrix is as large as its Gram matrix, the next X lies on nothing but its own.
+    return [list(chain(*found))] if large == small else found
 
 
-def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Product | Multiple]:
+def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Stretch]:
     """See [Note: The Gram form without a diagonal], [Note: Where things lie], and in newton_schulz why it works in fp16
     and restarts."""
     half, batch = torch.float16, update_BRC.shape[0]
@@ -168,7 +170,7 @@ def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) 
     away = [(own_PRC, slice(0, part)), (result_BRC[: batch - part], slice(part, batch))][: 1 + (part < batch)]
     is_away = len(segments) % 2 == 1
     normalise_into(own_PRC if is_away else result_BRC, update_BRC, places.norms)
-    found: list[Product | Multiple] = []
+    found: list[Stretch] = []
     scales: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     done = 0
     for length in segments:
@@ -176,7 +178,7 @@ def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) 
         done += length
         x_PRCs = tuple(x_PRC for x_PRC, _ in (away if is_away else at_home))
         products, q = segment_products(x_PRCs, scales[1], segment, p_BMM, others_by_side[is_away])
-        found += products
+        found.append(products)
         target_BRC = places.out_BRC if done == len(schedule) else result_BRC
         # Who goes first leaves its place to the other.
         if is_away:
@@ -185,7 +187,8 @@ def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) 
             moves = [(result_BRC[which], x_PRC, which) for x_PRC, which in away]
         for here_PRC, there_PRC, which in moves:
             part_scales = None if scales[0] is None else scales[0][which]
-            found.append(_times(p_BMM[which], here_PRC, there_PRC, beta=q, scales=part_scales))
+            # Another memory, where matrices lie otherwise.
+            found.append([_times(p_BMM[which], here_PRC, there_PRC, beta=q, scales=part_scales)])
         is_away = not is_away
         scales = None, None
     return found
@@ -197,14 +200,14 @@ def segment_products(
     segment: Sequence[Coefficient],
     last_BMM: Tensor,
     others: Sequence[Tensor],
-) -> tuple[list[Product | Multiple], float]:
+) -> tuple[Stretch, float]:
     """What leaves in `last` the P, and the q, such that P X + q X is X after the steps of `segment`. X lies in parts."""
     r_BMM, spare_BMM, other_BMM = others
     # P is written to one place and to another in turn, and ends in the last.
     p_BMM, next_BMM = (last_BMM, other_BMM) if len(segment) % 2 else (other_BMM, last_BMM)
     a, b, c = segment[0]
     q, z_BMM = a, p_BMM
-    found = [Product(x_PRCs, None, r_BMM, scales=scales), _square(r_BMM, b, c, z_BMM)]
+    found: Stretch = [Product(x_PRCs, None, r_BMM, scales=scales), _square(r_BMM, b, c, z_BMM)]
     for later, (next_a, b, c) in enumerate(segment[1:], start=2):
         # Until there is a new P, its place is free.
         rz_BMM = next_BMM

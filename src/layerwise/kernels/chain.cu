@@ -49,7 +49,7 @@ struct Chain {
     Map maps[MAPS];
     Product products[PRODUCTS];
     int* counters;  // by matrix: tiles that are in memory, of this chain and of those before it
-    int num_products, batch, team, tiles_of_matrix, size, tiles_done;
+    int num_products, batch, teams, tiles_of_matrix, size, tiles_done;
 };
 
 __device__ __forceinline__ u32 address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
@@ -103,10 +103,11 @@ struct Task {
 };
 // The product of a task, and the task's number within the product of its team, whose first matrix is `first`.
 __device__ __forceinline__ int product_at(const Chain& chain, u32 number, u32& inside, int& first) {
-    const u32 per_team = chain.team * chain.tiles_of_matrix, team = number / per_team;
-    first = team * chain.team;
-    inside = number % per_team;
-    const u32 members = min(chain.team, chain.batch - first);
+    const u32 batch = chain.batch, teams = chain.teams;
+    const u32 team = ((number / chain.tiles_of_matrix + 1) * teams - 1) / batch;
+    const u32 members = batch * (team + 1) / teams - batch * team / teams;
+    first = batch * team / teams;
+    inside = number - first * chain.tiles_of_matrix;
     int product = 0;
     while (product + 1 < chain.num_products && inside >= members * chain.products[product + 1].tiles_before) ++product;
     inside -= members * chain.products[product].tiles_before;

@@ -49,8 +49,8 @@ class ChainProduct(NamedTuple):
     """As row * 65536 + col; below the diagonal where it is symmetric."""
 
 
-def launch_chain(products: Sequence[ChainProduct], counters: Tensor, tiles_done: int, team: int) -> int:
-    """Launch them on the current stream, in teams of so many matrices.
+def launch_chain(products: Sequence[ChainProduct], counters: Tensor, tiles_done: int, teams: int) -> int:
+    """Launch them on the current stream, with the matrices in so many teams.
 
     `counters` are as many int32 as there are matrices, all of them `tiles_done`; returns what they are afterwards. All matrices
     have rows that begin at multiples of 16 bytes.
@@ -59,7 +59,7 @@ def launch_chain(products: Sequence[ChainProduct], counters: Tensor, tiles_done:
     device, dtype = products[0].out.device, products[0].out.dtype
     with torch.cuda.device(device):
         function = _function(device, dtype)
-        arguments = _arguments(products, counters, tiles_done, team)
+        arguments = _arguments(products, counters, tiles_done, teams)
         programs = min(batch * max(product.tiles.numel() for product in products), _multiprocessors(device))
         attribute = _Attribute(_COOPERATIVE, 0, 1)
         config = _Config(
@@ -101,7 +101,7 @@ class _Chain(ctypes.Structure):
         ("counters", ctypes.c_int64),
         *(
             (name, ctypes.c_int32)
-            for name in ("num_products", "batch", "team", "tiles_of_matrix", "size", "tiles_done")
+            for name in ("num_products", "batch", "teams", "tiles_of_matrix", "size", "tiles_done")
         ),
     ]
 
@@ -130,7 +130,7 @@ class _Config(ctypes.Structure):
     ]
 
 
-def _arguments(products: Sequence[ChainProduct], counters: Tensor, tiles_done: int, team: int) -> _Chain:
+def _arguments(products: Sequence[ChainProduct], counters: Tensor, tiles_done: int, teams: int) -> _Chain:
     """What the kernel is launched with."""
     batch, size, _ = products[0].out.shape
     if len(products) > MOST_PRODUCTS:
@@ -177,7 +177,7 @@ def _arguments(products: Sequence[ChainProduct], counters: Tensor, tiles_done: i
         into.tiles, into.num_tiles, into.tiles_before = product.tiles.data_ptr(), product.tiles.numel(), tiles_before
         tiles_before += into.num_tiles
     arguments.counters, arguments.tiles_done = counters.data_ptr(), tiles_done
-    arguments.num_products, arguments.batch, arguments.team = len(products), batch, min(team, batch)
+    arguments.num_products, arguments.batch, arguments.teams = len(products), batch, teams
     arguments.tiles_of_matrix, arguments.size = tiles_before, size
     return arguments
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerwise.kernels.chain_driver import MOST_PRODUCTS, ChainProduct, launch_chain
 from layerwise.kernels.facts import chains_on
-from layerwise.kernels.products import CHAIN_TILE, chain_pays, full_tile, symmetric_tile, team_of
+from layerwise.kernels.products import CHAIN_TILE, chain_pays, full_tile, symmetric_tile, teams_of
 from layerwise.kernels.triton_products import all_tiles, full, lower_tiles, symmetric
 
 # B: batch of equal-shaped matrices, P: part of it, R: rows, C: columns, M: the shorter of the two.
@@ -81,7 +81,7 @@ def _run_chain(products: Sequence[Product], counters: Tensor, tiles_done: int) -
         rows, cols = product.out.shape[1:]
         tiles = (lower_tiles if product.is_symmetric else all_tiles)(rows, cols, CHAIN_TILE, product.out.device)
         found.append(ChainProduct(*product, tiles))
-    return launch_chain(found, counters, tiles_done, team_of(batch, size))
+    return launch_chain(found, counters, tiles_done, teams_of(batch, size))
 
 
 def _run_alone(product: Product) -> None:

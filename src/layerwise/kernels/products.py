@@ -69,17 +69,18 @@ def full_tile(rows: int, cols: int) -> Tile:
 
 
 _CHAINED = 2048
-"""From this size on products are long enough to be launched one by one."""
+"""Products of larger matrices are long enough to be launched one by one."""
 _TEAM_TILES = 800
 """So many tiles of a product that none of the next has to wait for the last of them, on 132 multiprocessors."""
 
 
 def chain_pays(size: int) -> bool:
     """Whether products of size x size are sooner done in one launch."""
-    return size < _CHAINED
+    return size <= _CHAINED
 
 
-def team_of(batch: int, size: int) -> int:
-    """Matrices of size x size that go through a chain together."""
+def teams_of(batch: int, size: int) -> int:
+    """In how many teams matrices of size x size go through a chain, one after the other: the fewer at a time, the more of
+    them the cache holds."""
     across = -(-size // CHAIN_TILE.rows)
-    return min(batch, -(-_TEAM_TILES // (across * (across + 1) // 2)))
+    return max(1, batch * across * (across + 1) // 2 // _TEAM_TILES)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.engine.gradients import Divisors
 from layerwise.engine.policy import GradientPolicy
 from layerwise.kernels.stats import add_totals, count_zeros, group_sums, square_sums
 from layerwise.kernels.triton_stats import fused_square_sums, fused_totals, fused_verdict, fused_zero_counts
@@ -116,12 +115,12 @@ def test_totals_of_groups_and_counts_of_what_is_not_finite_in_one_launch(count: 
             same_bits([vectors[0]], [first])
 
 
-NAMES = ["experts", "matrix", "other", "routers"]
+NAMES = ("experts", "matrix", "other", "routers")
 
 
 def bounds(**asked: Any) -> Bounds:
     plain = {"clip_grad_norm": None, "clip": "all", "nonfinite": "skip", "skip_above": None, "strict_grads": False}
-    return GradientPolicy(**{**plain, **asked}).bounds(NAMES, Divisors(1.0, 4.0, {}))
+    return GradientPolicy(**{**plain, **asked}).bounds(NAMES, 4.0)
 
 
 def by_hand(sums: list[float], clip: float, apart: bool) -> list[float]:

@@ -80,7 +80,8 @@ class Measure:
             # A bad start must not be spread: from now on shards of all ranks are one model.
             check_copies(engine.storage, engine.communicators, engine.groups)
             self._has_checked_replicas = True
-        settings = self._settings(live)
+        # A rank without others need not put into words what it would not compare.
+        settings = self._settings(live) if engine.groups.world > 1 else {}
         prepare()
         seen = Seen(
             missing=missing,
@@ -118,15 +119,12 @@ class Measure:
 
     def decide(self, begun: Begun) -> Tensor:
         """What is to be done about the gradients, on the device."""
-        return self._stats_pass.decide(begun.vector, self.policy_now.bounds(self.names, begun.divisors))
+        return self._stats_pass.decide(begun.vector, self.policy_now.bounds(tuple(self.names), begun.divisors.common))
 
     def is_foreseen(self, begun: Begun) -> bool:
-        """Whether nothing but the gradients themselves can keep a step from being taken; raises as `agreed` does."""
-        totals = self._stats_pass.foreseen(begun.seen, begun.divisors)
-        if totals.nothing_arrived or totals.late or totals.problems:
-            return False
-        self._check_agreement(totals, begun)
-        return True
+        """Whether nothing but what is in the gradients can keep a rank without others from taking this step."""
+        seen = begun.seen
+        return not (seen.missing or seen.late or seen.has_problem)
 
     def meet(self, settings: str) -> bool:
         """Whether all ranks are here with the same to say, and nothing else."""
@@ -185,7 +183,7 @@ class Measure:
             "loss_scale": self._scaler.scale if self._scaler is not None else None,
             "policy": repr(self.policy_now),
             "weights changed from outside": self._changed_hashes(),
-            **live.settings,
+            **live.settings(),
         }
 
     def _changed_hashes(self) -> dict[str, list[int] | None]:

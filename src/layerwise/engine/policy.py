@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from layerwise.config.rules import plain_option
-from layerwise.engine.gradients import Divisors
 from layerwise.engine.totals import Totals
 from layerwise.errors import listed
 from layerwise.kernels.verdicts import Bounds
@@ -64,8 +64,9 @@ class GradientPolicy:
             coefficients.update(dict.fromkeys(members, coefficient))
         return coefficients
 
-    def bounds(self, names: Sequence[str], divisors: Divisors) -> Bounds:
-        """The same two decisions, below, for a device to make: of norm groups in the order of `names`."""
+    @lru_cache(maxsize=64)  # noqa: B019  # policies are values, and few
+    def bounds(self, names: tuple[str, ...], divisor: float) -> Bounds:
+        """What a device needs for the same two decisions, about clipping and skipping; norm groups in this order."""
         is_clipped = self.clip_grad_norm is not None and self.clip != "none"
         shared = {name: self._families if name in self._families else (name,) for name in names}
         unclipped = {name for name in _FAMILIES if name not in self._families} if is_clipped else set(names)
@@ -75,7 +76,7 @@ class GradientPolicy:
             families=tuple(map(names.index, _FAMILIES)),
             skip_above=math.inf if self.skip_above is None else self.skip_above,
             needs_finite=self.nonfinite != "ignore",
-            divisor=divisors.common,
+            divisor=divisor,
         )
 
     def skip_reason(self, totals: Totals) -> str:

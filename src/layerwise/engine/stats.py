@@ -172,10 +172,6 @@ class StatsPass:
         come_back = self._coming_back(vector)
         return lambda: self._read(come_back(), divisors, mine.joint)
 
-    def foreseen(self, mine: Seen, divisors: Divisors) -> Totals:
-        """What a rank without others knows of what it has sent before it comes back: all but what is in the gradients."""
-        return self._read(self._numbers(self._known), divisors, mine.joint)
-
     def decide(self, vector: Tensor, bounds: Bounds) -> Tensor:
         """What is to be done about the reduced vector, on the device."""
         return verdict_of(vector[: self._sizes.groups], vector[self._known_part.stop :], bounds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class Live:
 
     options: Sequence[LiveOptions]
     """Of every param group, as its rule holds them."""
-    settings: Mapping[str, object]
+    settings: Callable[[], Mapping[str, object]]
     """The same in words: what all ranks must have in common."""
     tie_settings: Mapping[str, Mapping[str, str]]
     """What all copies of a tied weight must have in common: where it differed they would drift apart."""

@@ -378,10 +378,11 @@ class Optimizer(torch.optim.Optimizer):
             check_planned(self._planned_options, self.param_groups)
         except Exception as error:
             problem = error
-        groups = [
-            {"label": f"param group {index}", **_in_words(group)} for index, group in enumerate(self.param_groups)
-        ]
-        return Live(options, {"groups": groups}, self._tie_settings(), problem)
+        return Live(options, self._settings, self._tie_settings(), problem)
+
+    def _settings(self) -> dict[str, object]:
+        groups = enumerate(self.param_groups)
+        return {"groups": [{"label": f"param group {index}", **_in_words(group)} for index, group in groups]}
 
     def _tie_settings(self) -> dict[str, dict[str, str]]:
         mine, norm_group_of = self.engine.groups.stage, self._planned.norm_group_of

@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -39,15 +40,29 @@ MICROBATCHES = {"8192 tokens": 1, "65536 tokens": 8}
 SEQUENCES, VAL_SEQUENCES, WARM_UP = 8, 64, 20
 ROUND_TOKENS, ROUNDS = 65536 * 3, 5
 RATES = {"torch AdamW, fused": (1.5e-4, 4e-4, 1e-3), "layerwise Muon": (1e-3, 2.5e-3)}
+TIMED_RATES = {"layerwise Muon, fused weights whole": 1e-3, "layerwise AdamW": 1.5e-4}
 DEVICE = torch.device("cuda")
+
+WHOLE = [layerwise.RouteRule(pattern=f"*.{name}.weight", to="matrix", split="whole") for name in ("qkv", "gate_up")]
+"""Queries, keys and values as one matrix, and gate and up: fewer and longer ones, as torch.optim.Muon has them."""
+
+
+def muon(model: GPT, lr: float, rules: list[layerwise.RouteRule]) -> layerwise.Optimizer:
+    matrix, other = layerwise.Muon(lr=lr, weight_decay=0.1), layerwise.AdamW(lr=lr / 2, betas=(0.9, 0.95))
+    return layerwise.Optimizer(model, matrix=matrix, other=other, rules=rules)
+
 
 Make = Callable[[GPT, float], torch.optim.Optimizer]
 ARMS: dict[str, Make] = {
     "torch AdamW, fused": lambda model, lr: torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     ),
-    "layerwise Muon": lambda model, lr: layerwise.Optimizer(
-        model, matrix=layerwise.Muon(lr=lr, weight_decay=0.1), other=layerwise.AdamW(lr=lr / 2, betas=(0.9, 0.95))
+    "layerwise Muon": lambda model, lr: muon(model, lr, []),
+    "layerwise Muon, fused weights whole": lambda model, lr: muon(model, lr, WHOLE),
+    "layerwise AdamW": lambda model, lr: layerwise.Optimizer(
+        model,
+        matrix=layerwise.AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
+        other=layerwise.AdamW(lr=lr, betas=(0.9, 0.95)),
     ),
 }
 
@@ -108,19 +123,33 @@ def iteration_ms(run: Run) -> tuple[float, float]:
     return round(statistics.median(times), 2), round(step, 2)
 
 
+def watts() -> float:
+    """What the card draws, as it says itself."""
+    asked = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-i", "0"]
+    return float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+
+
 def timed(corpus: Corpus, microbatches: int) -> dict[str, Any]:
-    """Both arms in turn, twice: the card gets hot, and the later must not pay for the earlier."""
-    runs = {name: Run(make, RATES[name][0], corpus, microbatches) for name, make in ARMS.items()}
+    """All arms in turn, twice: the card gets hot, and the later must not pay for the earlier."""
+    rates = {name: RATES[name][0] if name in RATES else TIMED_RATES[name] for name in ARMS}
+    runs = {name: Run(make, rates[name], corpus, microbatches) for name, make in ARMS.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    drawn: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(2):
         for name, run in runs.items():
             found[name].append(iteration_ms(run))
-    muon, adamw = (statistics.fmean(ms for ms, _ in found[name]) for name in ("layerwise Muon", "torch AdamW, fused"))
+            for _ in range(4):  # the host is ahead: the card works while it is asked
+                run.iterate()
+            drawn[name].append(watts())
+            torch.cuda.synchronize()
+    means = {name: statistics.fmean(ms for ms, _ in times) for name, times in found.items()}
+    adamw = means["torch AdamW, fused"]
     return {
         "ms": {name: [ms for ms, _ in times] for name, times in found.items()},
         "step_ms": {name: [step for _, step in times] for name, times in found.items()},
-        "ratio": round(muon / adamw, 4),
-        "difference_ms": round(muon - adamw, 2),
+        "watts": drawn,
+        "ratio": {name: round(mean / adamw, 4) for name, mean in means.items() if name != "torch AdamW, fused"},
+        "difference_ms": {name: round(mean - adamw, 2) for name, mean in means.items() if name != "torch AdamW, fused"},
     }
 
 
@@ -149,7 +178,8 @@ def main() -> int:
         "what": {
             "ms": "an iteration: forward, backward, step, zero_grad; each arm twice, in turn",
             "step_ms": "of that, how long the card is at the step, idle while it waits for the host or not",
-            "ratio": "iterations of Muon over those of AdamW",
+            "watts": "what the card draws in the middle of it; its limit is 700",
+            "ratio": "iterations over those of torch's AdamW",
             "val_loss": f"nats per byte after {steps} steps of 8192 tokens, by rate",
         },
         "ceilings": ceilings(DEVICE),

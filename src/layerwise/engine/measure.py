@@ -67,13 +67,13 @@ class Measure:
         engine = self._engine
         # Nobody may have read some weights since the last step. They are gathered now: masters are about to move.
         engine.publisher.ensure_all()
-        self._changed |= engine.storage.pull_changed_params()
         gradients = engine.gradients
         unfit = self._unfit_gradients()
         is_unscaled = self._scaler is not None and gradients.has_gradients and not gradients.said.is_scaled
         missing = gradients.finish()
         divisors = self._divisors()
         vector = self._stats_pass.begin(divisors)
+        self.pull_changed()
         live = ask()
         problem = self._preflight(live, check) or unfit
         if not self._has_checked_replicas or engine.settings.check_replicas:

@@ -103,17 +103,15 @@ class Stepper:
 
     def step(self, ask: Callable[[], Live]) -> None:
         """All phases, or none: a step that is skipped changes nothing. `ask` is for the options as they are."""
-        self.look_back()
         self._is_stepping = True
         try:
             # 1. Reduce, and 2. Stats.
             measure, prepare = self._measure, self.update.prepare
             begun = measure.begin(ask, self.settle, prepare)
-            totals = measure.reduce(begun)
             if self._decides_later and measure.is_foreseen(begun):
-                self._step_unseen(begun, totals)
+                self._step_unseen(begun)
             else:
-                self._step_seen(measure.agreed(begun, totals(), prepare), begun.live)
+                self._step_seen(measure.agreed(begun, measure.reduce(begun)(), prepare), begun.live)
         finally:
             self.forget()
             self._is_stepping = False
@@ -132,13 +130,14 @@ class Stepper:
         sent = self._engine.traffic.sent({} if skip_reason else self._engine.publisher.due_nbytes)
         self._record(totals, coefficients, skip_reason, clipped, live, sent)
 
-    def _step_unseen(self, begun: Begun, totals: Callable[[], Totals]) -> None:
+    def _step_unseen(self, begun: Begun) -> None:
         """The same before it is known: the device decides. See [Note: A step need not wait for its statistics]."""
         engine, measure = self._engine, self._measure
         measure.forget_changes()
         policy, verdict = measure.policy_now, measure.decide(begun)
         coefficients = {name: Factor(verdict, FIRST + place) for place, name in enumerate(measure.names)}
         self._advance(begun.divisors, coefficients, verdict, begun.live)
+        totals = measure.reduce(begun)
         self._left = _Left(totals, policy, begun.live, engine.traffic.sent(engine.publisher.due_nbytes))
 
     def look_back(self) -> None:
@@ -187,7 +186,6 @@ class Stepper:
         if self._policy.clip == "none":
             raise ValueError("clip_grad_norm_() was called with clip='none': expected a scope to clip. Leave clip out.")
         replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
-        self.look_back()
         self._engine.gradients.said.clip_norm = max_norm
         measure = self._measure
         begun = measure.begin(ask, self.settle, _nothing)  # nobody may hold gradients that are the user's

@@ -86,19 +86,10 @@ def _run_chain(products: Sequence[Product], counters: Tensor, tiles_done: int) -
 
 def _run_alone(product: Product) -> None:
     left, right, out, alpha, addends, diagonal, scales, is_symmetric = product
-    if not is_symmetric:
-        (addend, beta) = addends[0] if addends else (None, 0.0)
-        assert right is not None
-        full(
-            left[0],
-            right,
-            tile=full_tile(*out.shape[1:]),
-            alpha=alpha,
-            addend=addend,
-            beta=beta,
-            scales=scales,
-            out=out,
-        )
+    if right is not None and not is_symmetric:
+        addend, beta = addends[0] if addends else (None, 0.0)
+        tile = full_tile(*out.shape[1:])
+        full(left[0], right, tile=tile, alpha=alpha, addend=addend, beta=beta, scales=scales, out=out)
         return
     tile, first = symmetric_tile(out.shape[1]), 0
     for x_PRC in left:

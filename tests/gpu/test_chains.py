@@ -16,7 +16,8 @@ from layerwise.kernels.facts import has_own_kernels, why_no_chains
 if not (torch.cuda.is_available() and has_own_kernels(torch.device("cuda", 0))):
     pytest.skip("needs a Hopper GPU and Triton", allow_module_level=True)
 
-from layerwise.kernels import chains
+from layerwise.kernels import chains, facts
+from layerwise.kernels.chain_driver import ChainUnavailable
 from layerwise.kernels.fused_newton_schulz import orthogonalize_into, segment_products, workspace_nbytes
 from layerwise.kernels.triton_products import new_batch
 
@@ -115,7 +116,7 @@ def test_teams_of_any_size_give_the_same_bits(shape: tuple[int, int], teams: int
     x = gaussian(batch, size, size).to(FP16) / size
     p, *others = (new_batch(batch, size, size, FP16, DEVICE) for _ in range(4))
     products, _ = segment_products((x,), None, coefficient_schedule("polar_express", 5)[2:], p, others)
-    counters = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    counters = torch.zeros(batch + 1, dtype=torch.int32, device=DEVICE)
     with one_by_one():
         chains.run([products], counters)
     expected = p.clone()
@@ -125,7 +126,22 @@ def test_teams_of_any_size_give_the_same_bits(shape: tuple[int, int], teams: int
             counters.zero_()
             chains.run([products], counters)
             assert torch.equal(p, expected)
-    assert len(set(counters.tolist())) == 1
+    assert len(set(counters[:-1].tolist())) == 1
+
+
+def test_a_chain_that_cannot_be_launched_is_given_up_with_the_reason_and_its_products_run() -> None:
+    x = gaussian(3, 256, 256)
+    expected = orthogonalized(x, "gram")
+    failing = mock.patch.object(
+        chains, "launch_chain", side_effect=ChainUnavailable("cuLaunchKernel failed with error 1")
+    )
+    with mock.patch.dict(facts._chains), failing as launched:
+        assert torch.equal(orthogonalized(x, "gram"), expected)
+        assert launched.call_count == 1
+        assert why_no_chains(DEVICE, FP16) == "cuLaunchKernel failed with error 1"
+        words = facts.products_in_words(DEVICE, BF16, BF16)
+    assert "one launch each: cuLaunchKernel failed" in words
+    assert "several in one launch" in facts.products_in_words(DEVICE, BF16, BF16)
 
 
 def test_beside_other_work_on_the_device() -> None:

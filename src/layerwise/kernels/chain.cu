@@ -2,18 +2,19 @@
 //
 // Product p of a chain is out = scale * (alpha * L R + beta * first + gamma * second + diagonal * I), for each matrix of a
 // batch. Where it is symmetric, tiles on and below the diagonal are computed; those below are stored as their mirror image too.
-// Tasks (a tile of a product of a matrix) are ordered by team of matrices, product, matrix, tile, and a block takes every
-// so-manieth. A product of a matrix begins when all tiles of the matrix's earlier products are in memory: one counter per
-// matrix. Whoever is first among the tasks that are not done waits for none that comes later, so the chain cannot stand still
-// as long as all blocks are resident: it is to be launched cooperatively. Teams are as small as the cache wants them and as
-// large as it takes for nobody to wait.
+// Tasks (a tile of a product of a matrix) are ordered by team of matrices, product, matrix, tile, and a block takes the next one
+// whenever it has room for it. A product of a matrix begins when all tiles of the matrix's earlier products are in memory: one
+// counter per matrix. A task waits for earlier ones only, which blocks that are running have taken: so the chain cannot stand
+// still, however many of its blocks find a place beside other kernels. Teams are as small as the cache wants them and as large
+// as it takes for nobody to wait.
 //
 // A block has two groups of warps that multiply, by turns: while one finishes a tile, the tensor cores work for the other. Four
-// single threads help them: one loads operands, one waits for earlier products and loads addends, and one for each group stores.
+// single threads help them: one loads operands, one takes tasks, waits for earlier products and loads addends, and one for each
+// group stores.
 //
 //   full, empty   of a stage of operands: loaded, read
 //   order         of a group: its turn to multiply
-//   open          of a task, by its number modulo OPENS: what it reads is in memory
+//   open          of a turn, modulo OPENS: it is known which task it has, and what that reads is in memory
 //   ready, free   of a group's staging: the addend is there, or nothing is any more; all of it was read by the stores
 //   staged        of a group's upper and lower half of a tile: written to the staging
 //   mirrored      of a group: the upper half's mirror image was read by the stores, the lower one's may be written
@@ -26,7 +27,7 @@ typedef unsigned int u32;
 constexpr int TILE = 128, DEPTH = 64, BOX = 64;
 constexpr int BOX_BYTES = BOX * BOX * 2, OPERAND = 2 * BOX_BYTES, STAGE = 2 * OPERAND, STAGES = 4;
 constexpr int TILE_BYTES = 4 * BOX_BYTES, HALF_BYTES = 2 * BOX_BYTES, STAGING = TILE_BYTES + HALF_BYTES;
-constexpr int OPENS = 4, GROUP = 128, THREADS = 3 * GROUP;
+constexpr int OPENS = 4, TASKS = 8, GROUP = 128, THREADS = 3 * GROUP;
 constexpr int MAPS = 8, PRODUCTS = 20;
 constexpr u32 WARPS = GROUP / 32;
 
@@ -48,7 +49,8 @@ struct Product {
 struct Chain {
     Map maps[MAPS];
     Product products[PRODUCTS];
-    int* counters;  // by matrix: tiles that are in memory, of this chain and of those before it
+    int* counters;  // by matrix: tiles that are in memory, of this chain and of those before it; and then the next task's number
+    u32 first_number;
     int num_products, batch, teams, tiles_of_matrix, size, tiles_done;
 };
 
@@ -98,28 +100,33 @@ __device__ __forceinline__ int count_of(const int* counter) {
 }
 __device__ __forceinline__ void count_one(int* counter) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
 
-struct Task {
-    int product, batch, row, col;
+struct alignas(16) Task {
+    int product, batch, row, col;  // no product: there are no more tasks
 };
-// The product of a task, and the task's number within the product of its team, whose first matrix is `first`.
-__device__ __forceinline__ int product_at(const Chain& chain, u32 number, u32& inside, int& first) {
+__device__ __forceinline__ Task task_at(const Chain& chain, u32 number) {
     const u32 batch = chain.batch, teams = chain.teams;
     const u32 team = ((number / chain.tiles_of_matrix + 1) * teams - 1) / batch;
     const u32 members = batch * (team + 1) / teams - batch * team / teams;
-    first = batch * team / teams;
-    inside = number - first * chain.tiles_of_matrix;
+    const u32 first = batch * team / teams;
+    u32 inside = number - first * chain.tiles_of_matrix;
     int product = 0;
     while (product + 1 < chain.num_products && inside >= members * chain.products[product + 1].tiles_before) ++product;
     inside -= members * chain.products[product].tiles_before;
-    return product;
-}
-__device__ __forceinline__ Task task_at(const Chain& chain, u32 number) {
-    u32 inside;
-    int first;
-    const int product = product_at(chain, number, inside, first);
     const u32 num_tiles = chain.products[product].num_tiles;
     const u32 place = __ldg(chain.products[product].tiles + inside % num_tiles);
-    return {product, first + (int)(inside / num_tiles), (int)(place >> 16) * TILE, (int)(place & 65535) * TILE};
+    return {product, (int)(first + inside / num_tiles), (int)(place >> 16) * TILE, (int)(place & 65535) * TILE};
+}
+__device__ __forceinline__ void tell(u32 at, const Task& task) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(task.product), "r"(task.batch), "r"(task.row), "r"(task.col)
+                 : "memory");
+}
+__device__ __forceinline__ Task told(u32 at) {
+    Task task;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(task.product), "=r"(task.batch), "=r"(task.row), "=r"(task.col)
+                 : "r"(at)
+                 : "memory");
+    return task;
 }
 
 // Operands.
@@ -267,7 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
     extern __shared__ char raw[];
     const u32 base = (address(raw) + 1023) & ~1023u, stagings = base + STAGES * STAGE;
     const u32 full = stagings + 2 * STAGING, empty = full + 8 * STAGES, order = empty + 8 * STAGES, open = order + 16;
-    const u32 ready = open + 8 * OPENS, free = ready + 16, mirrored = free + 16, staged = mirrored + 16;  // 4 of the last
+    const u32 ready = open + 8 * OPENS, free = ready + 16, mirrored = free + 16, staged = mirrored + 16;
+    const u32 tasks = staged + 32;  // of turns, modulo TASKS
     const u32 total = chain.batch * chain.tiles_of_matrix;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, WARPS);
@@ -286,9 +294,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
         if (warp == 0) {
             // Operands.
             Ring ring = {0, 1};
-            u32 turn = 0;
-            for (u32 number = blockIdx.x; number < total; number += gridDim.x, ++turn) {
-                const Task task = task_at(chain, number);
+            for (u32 turn = 0;; ++turn) {
+                wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
+                const Task task = told(tasks + 16 * (turn % TASKS));
+                if (task.product < 0) break;
+                fence_copies();
                 const Product& product = chain.products[task.product];
                 const bool is_tall = product.kind == TALL, is_wide = product.kind == WIDE;
                 const bool is_one = product.kind != PLAIN && task.row == task.col;  // both operands are the same
@@ -296,8 +306,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                 const int batch = is_apart ? task.batch - product.part : task.batch;
                 const Map& left = chain.maps[product.left + is_apart];
                 const Map& right = chain.maps[product.right + is_apart];
-                wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
-                fence_copies();
                 for (int k = 0; k < product.steps * DEPTH; k += DEPTH) {
                     const u32 bar = full + 8 * ring.stage, at = base + STAGE * ring.stage;
                     wait(empty + 8 * ring.stage, ring.phase);
@@ -314,12 +322,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                 }
             }
         } else if (warp == 1) {
-            // Earlier products, a task ahead of the thread that loads operands; and addends. A task opens when the staging of the
-            // one before it was free, so the third before it is done, and no more than three are open that nobody has seen.
-            u32 turn = 0;
+            // Tasks, and earlier products, a turn ahead of the thread that loads operands; and addends. A turn opens when the
+            // staging of the one before it was free, so the third before it is done, and no more than three are open that
+            // somebody has not seen.
             int seen = -1;  // the product and the matrix of the task before
-            for (u32 number = blockIdx.x; number < total; number += gridDim.x, ++turn) {
+            for (u32 turn = 0;; ++turn) {
+                const u32 number = atomicAdd((u32*)chain.counters + chain.batch, 1) - chain.first_number;
+                if (number >= total) {
+                    for (u32 last = turn; last < turn + 2; ++last) {  // one for each group
+                        tell(tasks + 16 * (last % TASKS), {-1, 0, 0, 0});
+                        arrive(open + 8 * (last % OPENS));
+                    }
+                    break;
+                }
                 const Task task = task_at(chain, number);
+                tell(tasks + 16 * (turn % TASKS), task);
                 const Product& product = chain.products[task.product];
                 const u32 who = turn & 1, bar = ready + 8 * who, at = stagings + STAGING * who;
                 const int next = task.product * chain.batch + task.batch;
@@ -347,8 +364,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
             // Stores of one group. A tile counts as soon as it is in memory: others may be waiting for nothing else.
             const u32 who = warp - 2, at = stagings + STAGING * who;
             u32 phase = 0;
-            for (u32 number = blockIdx.x + who * gridDim.x; number < total; number += 2 * gridDim.x, phase ^= 1) {
-                const Task task = task_at(chain, number);
+            for (u32 turn = who;; turn += 2, phase ^= 1) {
+                wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
+                const Task task = told(tasks + 16 * (turn % TASKS));
+                if (task.product < 0) break;
                 const Product& product = chain.products[task.product];
                 const Map& out = chain.maps[product.out];
                 const bool is_mirrored = product.is_symmetric && task.row != task.col;
@@ -377,16 +396,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
     const u32 rows_at = staging + (warp * 16 + 8 * half_row + line) * 128;
     const u32 mirror_at = mirror + (8 * next + line) * 128 + (((2 * warp + half_row) ^ line) << 4);
     Ring ring = {0, 0};
-    u32 turn = 0, phase = 0;
-    for (u32 number = blockIdx.x; number < total; number += gridDim.x, ++turn) {
+    u32 phase = 0;
+    for (u32 turn = 0;; ++turn) {
+        wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
+        const Task task = told(tasks + 16 * (turn % TASKS));
+        if (task.product < 0) break;
+        const Product& product = chain.products[task.product];
         if ((turn & 1) != who) {
-            u32 inside;
-            int first;
-            ring.advance(chain.products[product_at(chain, number, inside, first)].steps);
+            ring.advance(product.steps);
             continue;
         }
-        const Task task = task_at(chain, number);
-        const Product& product = chain.products[task.product];
         const int kind = product.kind, steps = product.steps;
         const bool is_diagonal = task.row == task.col, is_mirrored = product.is_symmetric && !is_diagonal;
         const u32 right_at = kind != PLAIN && is_diagonal ? 0 : OPERAND;

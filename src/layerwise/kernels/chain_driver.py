@@ -17,7 +17,7 @@ from layerwise.kernels.tables import stream_on
 
 _DEPTH, _BOX = 64, 64
 _THREADS = 384
-_STAGES, _STAGE_NBYTES, _STAGING_NBYTES, _BARRIERS_NBYTES, _ALIGNMENT = 4, 32768, 49152, 256, 1024
+_STAGES, _STAGE_NBYTES, _STAGING_NBYTES, _BARRIERS_NBYTES, _ALIGNMENT = 4, 32768, 49152, 512, 1024
 _SHARED_NBYTES = _STAGES * _STAGE_NBYTES + 2 * _STAGING_NBYTES + _BARRIERS_NBYTES + _ALIGNMENT
 _MAPS, MOST_PRODUCTS = 8, 20
 """As in chain.cu, all of them."""
@@ -26,7 +26,6 @@ _WIDE, _TALL, _PLAIN = range(3)
 _DTYPES = {torch.float16: 6, torch.bfloat16: 9}
 """As the driver numbers what a map describes."""
 _SWIZZLE_128B, _PROMOTION_128B = 3, 2
-_COOPERATIVE = 2
 _MAX_DYNAMIC_SHARED = 8
 
 
@@ -49,25 +48,32 @@ class ChainProduct(NamedTuple):
     """As row * 65536 + col; below the diagonal where it is symmetric."""
 
 
-def launch_chain(products: Sequence[ChainProduct], counters: Tensor, tiles_done: int, teams: int) -> int:
+class Counted(NamedTuple):
+    """What the counters of a batch are at: those of its matrices, and the one of tasks."""
+
+    tiles: int = 0
+    tasks: int = 0
+
+
+def launch_chain(products: Sequence[ChainProduct], counters: Tensor, before: Counted, teams: int) -> Counted:
     """Launch them on the current stream, with the matrices in so many teams.
 
-    `counters` are as many int32 as there are matrices, all of them `tiles_done`; returns what they are afterwards. All matrices
-    have rows that begin at multiples of 16 bytes.
+    `counters` are an int32 for each matrix and one more, and are at `before`; returns what they will be at. All matrices have
+    rows that begin at multiples of 16 bytes.
     """
     batch = products[0].out.shape[0]
     device, dtype = products[0].out.device, products[0].out.dtype
+    tiles = sum(product.tiles.numel() for product in products)
     with torch.cuda.device(device):
         function = _function(device, dtype)
-        arguments = _arguments(products, counters, tiles_done, teams)
+        arguments = _arguments(products, counters, before, teams)
         programs = min(batch * max(product.tiles.numel() for product in products), _multiprocessors(device))
-        attribute = _Attribute(_COOPERATIVE, 0, 1)
-        config = _Config(
-            programs, 1, 1, _THREADS, 1, 1, _SHARED_NBYTES, stream_on(device), ctypes.addressof(attribute), 1
-        )  # fmt: skip
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        _driver().call("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
-    return tiles_done + sum(product.tiles.numel() for product in products)
+        sizes = map(ctypes.c_uint32, (programs, 1, 1, _THREADS, 1, 1, _SHARED_NBYTES))
+        stream = ctypes.c_void_p(stream_on(device))
+        _driver().call("cuLaunchKernel", function, *sizes, stream, pointers, None)
+    # Every program asks once for a task that there is not.
+    return Counted(before.tiles + tiles, before.tasks + batch * tiles + programs)
 
 
 def why_none(device: torch.device, dtype: torch.dtype) -> str:
@@ -99,38 +105,16 @@ class _Chain(ctypes.Structure):
         ("maps", ctypes.c_byte * (_MAPS * _MAP_NBYTES)),
         ("products", _Product * MOST_PRODUCTS),
         ("counters", ctypes.c_int64),
+        ("first_number", ctypes.c_uint32),
         *(
             (name, ctypes.c_int32)
             for name in ("num_products", "batch", "teams", "tiles_of_matrix", "size", "tiles_done")
         ),
+        ("unused", ctypes.c_byte * 60),  # up to a multiple of 64
     ]
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value is an int here."""
-
-    _fields_ = [
-        ("id", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-        ("value", ctypes.c_int32),
-        ("rest", ctypes.c_byte * 60),
-    ]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        *((f"grid_{axis}", ctypes.c_uint32) for axis in "xyz"),
-        *((f"block_{axis}", ctypes.c_uint32) for axis in "xyz"),
-        ("shared_nbytes", ctypes.c_uint32),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint32),
-    ]
-
-
-def _arguments(products: Sequence[ChainProduct], counters: Tensor, tiles_done: int, teams: int) -> _Chain:
+def _arguments(products: Sequence[ChainProduct], counters: Tensor, before: Counted, teams: int) -> _Chain:
     """What the kernel is launched with."""
     batch, size, _ = products[0].out.shape
     if len(products) > MOST_PRODUCTS:
@@ -176,7 +160,7 @@ def _arguments(products: Sequence[ChainProduct], counters: Tensor, tiles_done: i
             into.scales = product.scales.data_ptr()
         into.tiles, into.num_tiles, into.tiles_before = product.tiles.data_ptr(), product.tiles.numel(), tiles_before
         tiles_before += into.num_tiles
-    arguments.counters, arguments.tiles_done = counters.data_ptr(), tiles_done
+    arguments.counters, arguments.tiles_done, arguments.first_number = counters.data_ptr(), *before
     arguments.num_products, arguments.batch, arguments.teams = len(products), batch, teams
     arguments.tiles_of_matrix, arguments.size = tiles_before, size
     return arguments

@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from layerwise.kernels.chain_driver import MOST_PRODUCTS, ChainProduct, launch_chain
-from layerwise.kernels.facts import chains_on
+from layerwise.kernels.chain_driver import MOST_PRODUCTS, ChainProduct, ChainUnavailable, Counted, launch_chain
+from layerwise.kernels.facts import chains_on, give_up_chains
 from layerwise.kernels.products import CHAIN_TILE, chain_pays, full_tile, symmetric_tile, teams_of
 from layerwise.kernels.triton_products import all_tiles, full, lower_tiles, symmetric
 
@@ -53,13 +53,16 @@ Stretch = list[Product | Multiple]
 
 
 def run(stretches: Iterable[Stretch], counters: Tensor) -> None:
-    """Compute them in this order. `counters` are as many int32 zeros as there are matrices."""
-    tiles_done = 0
+    """Compute them in this order. `counters` are int32 zeros, one for each matrix and one more."""
+    counted = Counted()
     for stretch in stretches:
         if _is_chain(stretch):
-            for first in range(0, len(stretch), MOST_PRODUCTS):
-                tiles_done = _run_chain(stretch[first : first + MOST_PRODUCTS], counters, tiles_done)
-            continue
+            try:
+                for first in range(0, len(stretch), MOST_PRODUCTS):
+                    counted = _run_chain(stretch[first : first + MOST_PRODUCTS], counters, counted)
+                continue
+            except ChainUnavailable as error:  # at its first launch, if ever
+                give_up_chains(stretch[0].out.device, stretch[0].out.dtype, str(error))
         for product in stretch:
             if isinstance(product, Multiple):
                 torch.mul(product.matrix, product.factor, out=product.out)
@@ -73,15 +76,14 @@ def _is_chain(stretch: Stretch) -> TypeGuard[list[Product]]:
     return is_one and chain_pays(out_BRC.shape[1]) and chains_on(out_BRC.device, out_BRC.dtype)
 
 
-def _run_chain(products: Sequence[Product], counters: Tensor, tiles_done: int) -> int:
-    """Returns how many tiles of each matrix have been counted by then."""
+def _run_chain(products: Sequence[Product], counters: Tensor, counted: Counted) -> Counted:
     batch, size, _ = products[0].out.shape
     found = []
     for product in products:
         rows, cols = product.out.shape[1:]
         tiles = (lower_tiles if product.is_symmetric else all_tiles)(rows, cols, CHAIN_TILE, product.out.device)
         found.append(ChainProduct(*product, tiles))
-    return launch_chain(found, counters, tiles_done, teams_of(batch, size))
+    return launch_chain(found, counters, counted, teams_of(batch, size))
 
 
 def _run_alone(product: Product) -> None:

@@ -51,6 +51,11 @@ def chains_on(device: torch.device, dtype: torch.dtype) -> bool:
     return not why_no_chains(device, dtype)
 
 
+def give_up_chains(device: torch.device, dtype: torch.dtype, why: str) -> None:
+    """There are none from here on."""
+    _chains[device, dtype] = why
+
+
 def why_no_chains(device: torch.device, dtype: torch.dtype) -> str:
     """Empty where there are chains. The first call compiles them."""
     if (device, dtype) not in _chains:

@@ -70,6 +70,7 @@ def scales_kernel(sums, exponents, scales, squared_scales, counters, num_blocks,
     tl.store(scales + batch, scale)
     tl.store(squared_scales + batch, scale * scale)
     tl.store(counters + batch, 0)
+    tl.store(counters + batch + 1, 0)
 
 
 @triton.jit
@@ -121,23 +122,29 @@ class Norms(NamedTuple):
     exponents: Tensor  # (batch,), int32
     scales: Tensor  # (batch,), fp32: from there to Frobenius norm 1
     squared: Tensor  # (batch,), fp32: their squares
-    counters: Tensor  # (batch,), int32: zeros, for whoever multiplies
+    counters: Tensor  # (batch + 1,), int32: zeros, for whoever multiplies
 
     @classmethod
     def of(cls, batch: int, rows: int, cols: int, memory: Tensor) -> Norms:
         """In `norms_nbytes` of memory. Each begins at a multiple of 16 bytes: kernels are compiled for that."""
-        blocks, padded = num_blocks(rows, cols), -(-batch // 4) * 4
+        blocks, padded = num_blocks(rows, cols), _padded(batch)
         ends = list(accumulate((batch * blocks * 8, *[padded * 4] * 4), initial=0))
         sums, *others = (memory[first:stop] for first, stop in pairwise([-(-end // 16) * 16 for end in ends]))
-        exponents, scales, squared, counters = (other[: batch * 4].view(torch.int32) for other in others)
+        exponents, scales, squared, counters = (other.view(torch.int32) for other in others)
         wide = sums[: batch * blocks * 8].view(torch.float64).view(batch, blocks)
-        return cls(wide, exponents, scales.view(torch.float32), squared.view(torch.float32), counters)
+        factors = (other[:batch].view(torch.float32) for other in (scales, squared))
+        return cls(wide, exponents[:batch], *factors, counters[: batch + 1])
 
 
 def norms_nbytes(batch: int, rows: int, cols: int) -> int:
     """Bytes for the norms of a batch; what comes after them may be read in whole lines of the cache."""
-    nbytes = (batch * num_blocks(rows, cols) * 8 + 15) // 16 * 16 + 4 * 16 * -(-batch // 4)
+    nbytes = (batch * num_blocks(rows, cols) * 8 + 15) // 16 * 16 + 4 * 4 * _padded(batch)
     return -(-nbytes // 256) * 256
+
+
+def _padded(batch: int) -> int:
+    """Numbers of four bytes, one for each matrix and one more, up to a multiple of 16 bytes."""
+    return -(-(batch + 1) // 4) * 4
 
 
 def num_blocks(rows: int, cols: int) -> int:

@@ -132,8 +132,8 @@ class Norms(NamedTuple):
         sums, *others = (memory[first:stop] for first, stop in pairwise([-(-end // 16) * 16 for end in ends]))
         exponents, scales, squared, counters = (other.view(torch.int32) for other in others)
         wide = sums[: batch * blocks * 8].view(torch.float64).view(batch, blocks)
-        factors = (other[:batch].view(torch.float32) for other in (scales, squared))
-        return cls(wide, exponents[:batch], *factors, counters[: batch + 1])
+        scales, squared = (other[:batch].view(torch.float32) for other in (scales, squared))
+        return cls(wide, exponents[:batch], scales, squared, counters[: batch + 1])
 
 
 def norms_nbytes(batch: int, rows: int, cols: int) -> int:

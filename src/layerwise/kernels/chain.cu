@@ -44,12 +44,13 @@ struct Product {
     const u32* tiles;                    // row * 65536 + col
     const float* scales;                 // by matrix, or none
     int num_tiles, tiles_before;         // of a matrix: of this product, and of all before it in the chain
-    int is_symmetric, unused;
+    int is_symmetric, is_bf16;           // what is stored is bf16, whatever operands are
 };
 struct Chain {
     Map maps[MAPS];
     Product products[PRODUCTS];
-    int* counters;  // by matrix: tiles that are in memory, of this chain and of those before it; and then the next task's number
+    int* counters;  // by matrix: tiles that are in memory, of this chain and of those before it; unused where it is one product
+    u32* next;      // the number of the task that is taken next
     u32 first_number;
     int num_products, batch, teams, tiles_of_matrix, size, tiles_done;
 };
@@ -196,13 +197,13 @@ __device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, in
 // What becomes of the accumulators of 64 rows: element 32 * half + 4 * pair + 2 * h + e of a thread's is that of row
 // 8 * h and column 64 * half + 8 * pair + e, from its own first row and column on.
 
-__device__ __forceinline__ u32 packed(float low, float high) {
+__device__ __forceinline__ u32 packed(float low, float high, bool is_bf16) {
     u32 found;
-#if FP16
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
-#endif
+    if (is_bf16) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
+    }
     return found;
 }
 __device__ __forceinline__ void add(float& low, float& high, float factor, u32 pair) {
@@ -327,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
             // somebody has not seen.
             int seen = -1;  // the product and the matrix of the task before
             for (u32 turn = 0;; ++turn) {
-                const u32 number = atomicAdd((u32*)chain.counters + chain.batch, 1) - chain.first_number;
+                const u32 number = atomicAdd(chain.next, 1) - chain.first_number;
                 if (number >= total) {
                     for (u32 last = turn; last < turn + 2; ++last) {  // one for each group
                         tell(tasks + 16 * (last % TASKS), {-1, 0, 0, 0});
@@ -382,10 +383,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                     wait_until_read();
                     arrive((i == 0 ? mirrored : free) + 8 * who);
                 }
+                if (chain.num_products == 1) continue;  // nobody waits for it
                 wait_until_stored();
                 fence_copies();
                 count_one(chain.counters + task.batch);
             }
+            wait_until_stored();
         }
         return;
     }
@@ -407,6 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
             continue;
         }
         const int kind = product.kind, steps = product.steps;
+        const bool is_bf16 = product.is_bf16;
         const bool is_diagonal = task.row == task.col, is_mirrored = product.is_symmetric && !is_diagonal;
         const u32 right_at = kind != PLAIN && is_diagonal ? 0 : OPERAND;
         const float scale = product.scales ? __ldg(product.scales + task.batch) : 1.0f;
@@ -438,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
 #pragma unroll
             for (int four = 0; four < 8; ++four) {
 #pragma unroll
-                for (int n = 0; n < 4; ++n) m[four][n] = packed(d[8 * four + 2 * n] * scale, d[8 * four + 2 * n + 1] * scale);
+                for (int n = 0; n < 4; ++n) m[four][n] = packed(d[8 * four + 2 * n] * scale, d[8 * four + 2 * n + 1] * scale, is_bf16);
                 store4(place_of(four, half_at, line, next), m[four]);
             }
             if (is_mirrored) {

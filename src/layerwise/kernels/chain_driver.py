@@ -58,11 +58,11 @@ class Counted(NamedTuple):
 def launch_chain(products: Sequence[ChainProduct], counters: Tensor, before: Counted, teams: int) -> Counted:
     """Launch them on the current stream, with the matrices in so many teams.
 
-    `counters` are an int32 for each matrix and one more, and are at `before`; returns what they will be at. All matrices have
-    rows that begin at multiples of 16 bytes.
+    `counters` are an int32 for each matrix and one more, and are at `before`; returns what they will be at. Of one product
+    only the last of them counts, and it may be of some matrices of the batch. All have rows that begin at multiples of 16 bytes.
     """
     batch = products[0].out.shape[0]
-    device, dtype = products[0].out.device, products[0].out.dtype
+    device, dtype = products[0].out.device, products[0].left[0].dtype
     tiles = sum(product.tiles.numel() for product in products)
     with torch.cuda.device(device):
         function = _function(device, dtype)
@@ -73,7 +73,7 @@ def launch_chain(products: Sequence[ChainProduct], counters: Tensor, before: Cou
         stream = ctypes.c_void_p(stream_on(device))
         _driver().call("cuLaunchKernel", function, *sizes, stream, pointers, None)
     # Every program asks once for a task that there is not.
-    return Counted(before.tiles + tiles, before.tasks + batch * tiles + programs)
+    return Counted(before.tiles + (tiles if len(products) > 1 else 0), before.tasks + batch * tiles + programs)
 
 
 def why_none(device: torch.device, dtype: torch.dtype) -> str:
@@ -94,7 +94,7 @@ class _Product(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("left", "right", "out", "first", "second", "kind", "steps", "part")),
         *((name, ctypes.c_float) for name in ("alpha", "beta", "gamma", "diagonal")),
         *((name, ctypes.c_int64) for name in ("second_data", "second_row", "second_batch", "tiles", "scales")),
-        *((name, ctypes.c_int32) for name in ("num_tiles", "tiles_before", "is_symmetric", "unused")),
+        *((name, ctypes.c_int32) for name in ("num_tiles", "tiles_before", "is_symmetric", "is_bf16")),
     ]
 
 
@@ -104,13 +104,13 @@ class _Chain(ctypes.Structure):
     _fields_ = [
         ("maps", ctypes.c_byte * (_MAPS * _MAP_NBYTES)),
         ("products", _Product * MOST_PRODUCTS),
-        ("counters", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("counters", "next")),
         ("first_number", ctypes.c_uint32),
         *(
             (name, ctypes.c_int32)
             for name in ("num_products", "batch", "teams", "tiles_of_matrix", "size", "tiles_done")
         ),
-        ("unused", ctypes.c_byte * 60),  # up to a multiple of 64
+        ("unused", ctypes.c_byte * 52),  # up to a multiple of 64
     ]
 
 
@@ -148,6 +148,7 @@ def _arguments(products: Sequence[ChainProduct], counters: Tensor, before: Count
         into.right = into.left if product.right is None else map_of(product.right)
         into.out = map_of(product.out)
         into.alpha, into.diagonal, into.is_symmetric = product.alpha, product.diagonal, product.is_symmetric
+        into.is_bf16 = product.out.dtype == torch.bfloat16
         into.first = into.second = -1
         if product.addends:
             first, into.beta = product.addends[0]
@@ -160,7 +161,8 @@ def _arguments(products: Sequence[ChainProduct], counters: Tensor, before: Count
             into.scales = product.scales.data_ptr()
         into.tiles, into.num_tiles, into.tiles_before = product.tiles.data_ptr(), product.tiles.numel(), tiles_before
         tiles_before += into.num_tiles
-    arguments.counters, arguments.tiles_done, arguments.first_number = counters.data_ptr(), *before
+    arguments.counters, arguments.next = counters.data_ptr(), counters[-1:].data_ptr()
+    arguments.tiles_done, arguments.first_number = before
     arguments.num_products, arguments.batch, arguments.teams = len(products), batch, teams
     arguments.tiles_of_matrix, arguments.size = tiles_before, size
     return arguments

@@ -2,7 +2,7 @@
 
 [Note: Chains]
 Products of a small batch leave much of a device idle while they begin and end, and Newton-Schulz is twenty of them in a row.
-A chain (`chain.cu`) is one launch for several products of the same batch: a matrix goes on to its next product as soon as its
+A chain (`chain.cu`) is one launch for one or several products of the same batch: a matrix goes on to its next product as soon as its
 last one is in memory, whatever the others do. So nothing that one of its products writes may lie where another matrix has
 something that the chain still reads: who arranges memory says which products may be one.
 
@@ -62,7 +62,7 @@ def run(stretches: Iterable[Stretch], counters: Tensor) -> None:
                     counted = _run_chain(stretch[first : first + MOST_PRODUCTS], counters, counted)
                 continue
             except ChainUnavailable as error:  # at its first launch, if ever
-                give_up_chains(stretch[0].out.device, stretch[0].out.dtype, str(error))
+                give_up_chains(stretch[0].out.device, _dtype(stretch[0]), str(error))
         for product in stretch:
             if isinstance(product, Multiple):
                 torch.mul(product.matrix, product.factor, out=product.out)
@@ -71,9 +71,16 @@ def run(stretches: Iterable[Stretch], counters: Tensor) -> None:
 
 
 def _is_chain(stretch: Stretch) -> TypeGuard[list[Product]]:
-    out_BRC = stretch[0].out
-    is_one = len(stretch) > 1 and not any(isinstance(product, Multiple) for product in stretch)
-    return is_one and chain_pays(out_BRC.shape[1]) and chains_on(out_BRC.device, out_BRC.dtype)
+    """Also of one product: tiles that are taken one by one leave less idle at the end than tiles that are dealt out before."""
+    if any(isinstance(product, Multiple) for product in stretch):
+        return False
+    out_BRC, dtype = stretch[0].out, _dtype(stretch[0])
+    return chain_pays(min(out_BRC.shape[1:])) and chains_on(out_BRC.device, dtype)
+
+
+def _dtype(product: Product | Multiple) -> torch.dtype:
+    """That of its operands."""
+    return product.matrix.dtype if isinstance(product, Multiple) else product.left[0].dtype
 
 
 def _run_chain(products: Sequence[Product], counters: Tensor, counted: Counted) -> Counted:

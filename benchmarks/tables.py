@@ -42,19 +42,22 @@ def optimizer_step(data: dict[str, Any]) -> str:
 
 
 def end_to_end(data: dict[str, Any]) -> str:
-    cases = data["iterations"]
+    def mean(times: Sequence[float]) -> str:
+        return f"{sum(times) / len(times):.1f}"
 
-    def row(arm: str) -> list[str]:
-        found = []
-        for case in cases.values():
-            times = case["ms"][arm]
-            found += [f"{sum(times) / len(times):.1f}", f"{case['ratio'][arm]:.3f}" if arm in case["ratio"] else ""]
-        losses = data["val_loss"].get(arm)
-        return [arm, *found, f"{min(losses.values()):.3f}" if losses else ""]
-
-    columns = [text for name in cases for text in (f"{name}, ms", "over AdamW")]
-    header = [f"an iteration on {data['host']['gpu']}", *columns, "loss after 200 steps"]
-    return markdown(header, [row(arm) for arm in next(iter(cases.values()))["ms"]])
+    names = list(data["val_loss"])
+    rows = [
+        [name, *(mean(found["ms"][arm]) for arm in names), f"{found['ratio']:.3f}"]
+        for name, found in data["iterations"].items()
+    ]
+    loss = [f"{min(data['val_loss'][arm].values()):.3f}" for arm in names]
+    return markdown(
+        [f"on {data['host']['gpu']}", *names, "Muon over AdamW"],
+        [
+            *([f"an iteration of {row[0]}, ms", *row[1:]] for row in rows),
+            ["validation loss after 200 steps", *loss, ""],
+        ],
+    )
 
 
 def newton_schulz(data: dict[str, Any]) -> str:

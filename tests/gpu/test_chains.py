@@ -88,17 +88,23 @@ def test_a_chain_has_the_bits_of_single_launches(shape: tuple[int, int, int], me
     assert torch.equal(orthogonalized(x[-1:].contiguous(), method), expected[-1:])
 
 
-def test_large_matrices_and_steps_without_a_square_go_one_by_one_and_long_schedules_in_parts() -> None:
+def test_large_matrices_go_one_by_one_and_so_do_steps_without_a_square() -> None:
     with launches() as found:
         orthogonalized(gaussian(1, 2056, 2056), "standard")
+        assert not found
         out, x = (new_batch(2, 64, 64, BF16, DEVICE) for _ in range(2))
         workspace = torch.empty(workspace_nbytes(x.shape, "gram", 5), dtype=torch.uint8, device=DEVICE)
         orthogonalize_into(out, x.normal_(), workspace, coefficient_schedule("cubic5", 5), "gram")
-        assert not found
-        long = orthogonalized(gaussian(3, 64, 64), "standard", steps=10)
+    assert found == [1, 1]  # the two long products
+
+
+def test_long_schedules_go_in_parts() -> None:
+    x = gaussian(3, 64, 64)
+    with launches() as found:
+        long = orthogonalized(x, "standard", steps=10)
     assert found == [20, 10]
     with one_by_one():
-        assert torch.equal(orthogonalized(gaussian(3, 64, 64), "standard", steps=10), long)
+        assert torch.equal(orthogonalized(x, "standard", steps=10), long)
 
 
 def test_a_neighbour_that_is_zero_or_not_finite_changes_nothing() -> None:

@@ -45,6 +45,7 @@ class Measure:
         self._clipper = clipper
         self._stats_pass = StatsPass(engine, plan.norm_group_of, plan.norm_group_names, zeros=plan.count_zeros)
         self._changed: set[str] = set()
+        self._last_divisors: Divisors | None = None
         self._has_checked_replicas = False
         self._has_checked_gradients = False
 
@@ -117,6 +118,10 @@ class Measure:
         """Have ranks tell each other; what this gives waits for what comes back, and is to be called before the next step."""
         return self._stats_pass.reduce(begun.vector, begun.seen, begun.divisors)
 
+    def reduce_alone(self, begun: Begun) -> Callable[[], Totals]:
+        """The same of a step that was foreseen: there is nothing to tell."""
+        return self._stats_pass.reduce_alone(begun.vector, begun.divisors)
+
     def decide(self, begun: Begun) -> Tensor:
         """What is to be done about the gradients, on the device."""
         return self._stats_pass.decide(begun.vector, self.policy_now.bounds(tuple(self.names), begun.divisors.common))
@@ -145,13 +150,13 @@ class Measure:
         return replace(self._policy, clip_grad_norm=min((bound for bound in asked if bound is not None), default=None))
 
     def _divisors(self) -> Divisors:
+        """They change with the loss scale and with nothing else."""
         scale = self._scaler.scale if self._scaler is not None else 1.0
-        engine = self._engine
-        return Divisors(
-            scale,
-            engine.gradients.common_divisor * scale,
-            {shard.plan.index: engine.gradients.divisor_of(shard) * scale for shard in engine.storage.shards},
-        )
+        if self._last_divisors is None or self._last_divisors.scale != scale:
+            gradients, shards = self._engine.gradients, self._engine.storage.shards
+            by_shard = {shard.plan.index: gradients.divisor_of(shard) * scale for shard in shards}
+            self._last_divisors = Divisors(scale, gradients.common_divisor * scale, by_shard)
+        return self._last_divisors
 
     def _preflight(self, live: Live, check: Callable[[], None]) -> Exception | None:
         """What this rank alone can see to be wrong. It is raised after the stats, when all ranks know: one that raised

@@ -168,9 +168,13 @@ class StatsPass:
         self._known.zero_()
         self._note(mine)
         vector[self._known_part].copy_(self._known[self._known_part], non_blocking=True)
+        return self.reduce_alone(vector, divisors, mine.joint)
+
+    def reduce_alone(self, vector: Tensor, divisors: Divisors, joint: Collection[str] = ()) -> Callable[[], Totals]:
+        """The same without what this rank has seen: where there is nothing to tell."""
         self._communicator.all_reduce(self.op, vector).wait()
         come_back = self._coming_back(vector)
-        return lambda: self._read(come_back(), divisors, mine.joint)
+        return lambda: self._read(come_back(), divisors, joint)
 
     def decide(self, vector: Tensor, bounds: Bounds) -> Tensor:
         """What is to be done about the reduced vector, on the device."""

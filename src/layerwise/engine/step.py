@@ -137,7 +137,7 @@ class Stepper:
         policy, verdict = measure.policy_now, measure.decide(begun)
         coefficients = {name: Factor(verdict, FIRST + place) for place, name in enumerate(measure.names)}
         self._advance(begun.divisors, coefficients, verdict, begun.live)
-        totals = measure.reduce(begun)
+        totals = measure.reduce_alone(begun)
         self._left = _Left(totals, policy, begun.live, engine.traffic.sent(engine.publisher.due_nbytes))
 
     def look_back(self) -> None:

@@ -123,10 +123,14 @@ def iteration_ms(run: Run) -> tuple[float, float]:
     return round(statistics.median(times), 2), round(step, 2)
 
 
-def watts() -> float:
-    """What the card draws, as it says itself."""
-    asked = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-i", "0"]
-    return float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+def watts() -> float | None:
+    """What the card draws, as it says itself; None where nobody can be asked."""
+    card = f"GPU-{torch.cuda.get_device_properties(DEVICE).uuid}"
+    asked = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-i", card]
+    try:
+        return float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return None
 
 
 def timed(corpus: Corpus, microbatches: int) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def timed(corpus: Corpus, microbatches: int) -> dict[str, Any]:
     rates = {name: rates[0] for name, rates in RATES.items()} | TIMED_RATES
     runs = {name: Run(make, rates[name], corpus, microbatches) for name, make in ARMS.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    drawn: dict[str, list[float]] = {name: [] for name in runs}
+    drawn: dict[str, list[float | None]] = {name: [] for name in runs}
     for _ in range(2):
         for name, run in runs.items():
             found[name].append(iteration_ms(run))
@@ -179,7 +183,7 @@ def main() -> int:
         "what": {
             "ms": "an iteration: forward, backward, step, zero_grad; each arm twice, in turn",
             "step_ms": "of that, how long the card is at the step, idle while it waits for the host or not",
-            "watts": "what the card draws in the middle of it; its limit is 700",
+            "watts": "what the card draws in the middle of it",
             "ratio": "iterations of Muon over those of AdamW",
             "val_loss": f"nats per byte after {steps} steps of 8192 tokens, by rate",
         },

@@ -32,17 +32,21 @@ class StepCount:
     """Steps taken so far; there is one count for a model."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self.assumed = 0
+        """As if a step of which it is not known yet had been taken."""
         self.as_tensor = torch.zeros(())
         """The same, as torch's optimizers keep it with their state."""
+        self.look_back: Callable[[], None] = lambda: None
+        """Called by whoever has to know."""
 
     @property
     def steps(self) -> int:
-        return self._steps
+        self.look_back()
+        return self.assumed
 
     @steps.setter
     def steps(self, count: int) -> None:
-        self._steps = count
+        self.assumed = count
         self.as_tensor.fill_(count)
 
 
@@ -162,7 +166,7 @@ class GradReducer:
             spare = self._spares.pop(index, None)
             full = self._spare(index) if spare is None else spare  # others have something, if not this rank
             out = torch.empty_like(replica.grad_shard)
-            self._reductions[index].start(full, out, (self._count.steps, self._num_rounds)).wait()
+            self._reductions[index].start(full, out, (self._count.assumed, self._num_rounds)).wait()
             self._num_rounds += 1
             more_of[index] = out.to(replica.shard.update.dtype)
         self._add_stages(more_of)
@@ -205,7 +209,7 @@ class GradReducer:
                 self._storage.grad_view(placement.fqn).zero_()
         out = torch.empty_like(replica.grad_shard) if progress.has_landed or progress.flights else replica.grad_shard
         with scope(f"launch reduction of {replica.plan.label}"):
-            handle = self._reductions[replica.plan.index].start(full, out, (self._count.steps, self._num_rounds))
+            handle = self._reductions[replica.plan.index].start(full, out, (self._count.assumed, self._num_rounds))
         progress.flights.append(Flight(handle, full, out))
         progress.phase = BucketPhase.REDUCING
 

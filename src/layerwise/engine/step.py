@@ -11,16 +11,18 @@ it takes the step for one that was taken. Elsewhere the host decides first, and 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from layerwise.comm.groups import agree_despite
 from layerwise.dtypes import DType
+from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.loss_scale import LossScaler
@@ -37,14 +39,14 @@ from layerwise.kernels.verdicts import FIRST, Factor, Scale
 from layerwise.layout.schedule import CommSchedule
 
 
-def _weakly(stepper: Stepper) -> Callable[[], None]:
+def _weakly(stepper: Stepper, method: Callable[[Stepper], None]) -> Callable[[], None]:
     """Have a stepper asked for as long as somebody holds it."""
     own = weakref.ref(stepper)
 
     def ask() -> None:
         found = own()
         if found is not None:
-            found.agree_to_drop()
+            method(found)
 
     return ask
 
@@ -58,7 +60,7 @@ class _Left(NamedTuple):
 
     totals: Callable[[], Totals]
     policy: GradientPolicy
-    live: Live
+    options: Sequence[LiveOptions]
     bytes_by_collective: Mapping[str, int]
 
 
@@ -81,9 +83,11 @@ class Stepper:
         self._left: _Left | None = None
         self._decides_later = self._may_decide_later()
         self._half_way = ""
+        self._untold: list[Callable[[], None]] = []
         engine.count.steps = 0  # an optimizer before this one may have counted
         self._is_stepping = False
-        engine.gradients.when_dropped = _weakly(self)
+        engine.gradients.when_dropped = _weakly(self, Stepper.agree_to_drop)
+        engine.count.look_back = _weakly(self, Stepper.look_back)
 
     @cached_property
     def schedule(self) -> CommSchedule:
@@ -98,7 +102,7 @@ class Stepper:
     @property
     def stats(self) -> StepStats:
         """What the last step saw and did."""
-        self.look_back()
+        self.catch_up()
         return self._stats
 
     def step(self, ask: Callable[[], Live]) -> None:
@@ -107,14 +111,15 @@ class Stepper:
         try:
             # 1. Reduce, and 2. Stats.
             measure, prepare = self._measure, self.update.prepare
-            begun = measure.begin(ask, self.settle, prepare)
-            if self._decides_later and measure.is_foreseen(begun):
+            begun = measure.begin(ask, self._refuse_half_way, prepare)
+            if self._decides_later and measure.is_foreseen(begun) and not self._is_recorded:
                 self._step_unseen(begun)
             else:
                 self._step_seen(measure.agreed(begun, measure.reduce(begun)(), prepare), begun.live)
         finally:
             self.forget()
             self._is_stepping = False
+        self._tell()  # of the step before, now that nothing can come of it for this one
 
     def _step_seen(self, totals: Totals, live: Live) -> None:
         """What is left of a step, once it is known what came of its gradients."""
@@ -128,7 +133,12 @@ class Stepper:
         if not skip_reason:
             clipped = self._advance(totals.divisors, coefficients, None, live)
         sent = self._engine.traffic.sent({} if skip_reason else self._engine.publisher.due_nbytes)
-        self._record(totals, coefficients, skip_reason, clipped, live, sent)
+        self._record(totals, coefficients, skip_reason, clipped, live.options, sent)
+        if totals.nonfinite and self._policy.nonfinite == "raise":
+            self._untold.clear()
+            raise NonFiniteError(
+                f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
+            )
 
     def _step_unseen(self, begun: Begun) -> None:
         """The same before it is known: the device decides. See [Note: A step need not wait for its statistics]."""
@@ -136,20 +146,36 @@ class Stepper:
         measure.forget_changes()
         policy, verdict = measure.policy_now, measure.decide(begun)
         coefficients = {name: Factor(verdict, FIRST + place) for place, name in enumerate(measure.names)}
-        self._advance(begun.divisors, coefficients, verdict, begun.live)
         totals = measure.reduce_alone(begun)
-        self._left = _Left(totals, policy, begun.live, engine.traffic.sent(engine.publisher.due_nbytes))
+        self._advance(begun.divisors, coefficients, verdict, begun.live)
+        sent = engine.traffic.sent(engine.publisher.due_nbytes)
+        self._left = _Left(totals, policy, begun.live.options, sent)
 
     def look_back(self) -> None:
         """Know what became of the last step."""
-        left, self._left = self._left, None
-        if left is None:
+        if self._left is None:
             return
-        totals = left.totals()
-        reason = left.policy.skip_reason(totals)
+        totals, (_, policy, options, sent) = self._left.totals(), self._left
+        self._left = None  # not before there is something in its place: whoever waits may be interrupted
+        reason = policy.skip_reason(totals)
         self._engine.count.steps -= bool(reason)
-        coefficients = left.policy.clip_coefficients(totals, self._measure.names)
-        self._record(totals, coefficients, reason, NOTHING_CLIPPED, left.live, left.bytes_by_collective)
+        coefficients = policy.clip_coefficients(totals, self._measure.names)
+        self._record(totals, coefficients, reason, NOTHING_CLIPPED, options, sent)
+
+    def catch_up(self) -> None:
+        """Know what became of the last step, and tell."""
+        self.look_back()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Warn of steps that were skipped, or raise where they are too many: once of each, in their order."""
+        while self._untold:
+            self._untold.pop(0)()
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether somebody records a CUDA graph: of a step it would repeat the rates and the number, so waiting is to fail."""
+        return self._engine.storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _may_decide_later(self) -> bool:
         """Whether nobody has to know what became of a step before it ends: no other rank, no exception that was asked for, no
@@ -188,7 +214,7 @@ class Stepper:
         replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
         self._engine.gradients.said.clip_norm = max_norm
         measure = self._measure
-        begun = measure.begin(ask, self.settle, _nothing)  # nobody may hold gradients that are the user's
+        begun = measure.begin(ask, self._refuse_half_way, _nothing)  # nobody may hold gradients that are the user's
         totals = measure.agreed(begun, measure.reduce(begun)(), _nothing)
         return self._policy.clipped_norm(totals)
 
@@ -230,7 +256,11 @@ class Stepper:
         self.update.free()
 
     def settle(self) -> None:
-        """Know what became of the last step; raises if masters were left in between."""
+        """Know what became of the last step, and tell; raises if masters were left in between."""
+        self._refuse_half_way()
+        self.catch_up()
+
+    def _refuse_half_way(self) -> None:
         self.look_back()
         if self._half_way:
             raise StateError(
@@ -252,10 +282,10 @@ class Stepper:
         coefficients: Mapping[str, float],
         reason: str,
         clipped: Clipped,
-        live: Live,
+        options: Sequence[LiveOptions],
         bytes_by_collective: Mapping[str, int],
     ) -> None:
-        """What the step saw and did; raises where that was too much."""
+        """What the step saw and did."""
         engine = self._engine
         self._stats = StepStats(
             grad_norm=totals.norm("matrix", "other"),
@@ -273,15 +303,7 @@ class Stepper:
             nonfinite_logits=clipped.nonfinite,
             unseen_logits=clipped.unseen,
             bytes_by_collective=bytes_by_collective,
-            products=self.update.products(live.options),
+            products=self.update.products(options),
         )
-        if totals.nonfinite and self._policy.nonfinite == "raise":
-            raise NonFiniteError(
-                f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
-            )
-        self._skips.note(
-            engine.count.steps + 1,
-            reason,
-            overflow=self.scaler is not None and bool(totals.nonfinite),
-            aloud=engine.groups.rank == 0,
-        )
+        overflow, aloud = self.scaler is not None and bool(totals.nonfinite), engine.groups.rank == 0
+        self._untold.append(partial(self._skips.note, engine.count.steps + 1, reason, overflow=overflow, aloud=aloud))

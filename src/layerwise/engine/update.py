@@ -183,8 +183,7 @@ class Update:
         ]
 
     def prepare(self) -> None:
-        """Look at the gradients of this step, before it is known whether they count: the host waits for that in any case,
-        and the device for the host afterwards."""
+        """Look at the gradients of this step, before it is known whether they count: the device is at its pass over them."""
         self._grads = [parts.now() for parts in self._parts]
         self._direct_grads = {cohort: [parts.now() for parts in found] for cohort, found in self._direct_parts.items()}
         for grads in chain(self._grads, *self._direct_grads.values()):

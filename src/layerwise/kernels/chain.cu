@@ -27,7 +27,7 @@ typedef unsigned int u32;
 constexpr int TILE = 128, DEPTH = 64, BOX = 64;
 constexpr int BOX_BYTES = BOX * BOX * 2, OPERAND = 2 * BOX_BYTES, STAGE = 2 * OPERAND, STAGES = 4;
 constexpr int TILE_BYTES = 4 * BOX_BYTES, HALF_BYTES = 2 * BOX_BYTES, STAGING = TILE_BYTES + HALF_BYTES;
-constexpr int OPENS = 4, TASKS = 8, GROUP = 128, THREADS = 3 * GROUP;
+constexpr int OPENS = 8, TASKS = 8, GROUP = 128, THREADS = 3 * GROUP;
 constexpr int MAPS = 8, PRODUCTS = 20;
 constexpr u32 WARPS = GROUP / 32;
 
@@ -324,8 +324,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
             }
         } else if (warp == 1) {
             // Tasks, and earlier products, a turn ahead of the thread that loads operands; and addends. A turn opens when the
-            // staging of the one before it was free, so the third before it is done, and no more than three are open that
-            // somebody has not seen.
+            // staging of the one before it was free, so the third before it is done, and five at most are open that somebody
+            // has not seen: the two at the end open at once.
             int seen = -1;  // the product and the matrix of the task before
             for (u32 turn = 0;; ++turn) {
                 const u32 number = atomicAdd(chain.next, 1) - chain.first_number;

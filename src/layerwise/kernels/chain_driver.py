@@ -223,7 +223,8 @@ def _nvrtc() -> _Library:
 
 
 def _nvrtc_names() -> Iterator[str]:
-    names = ("libnvrtc.so.13", "libnvrtc.so.12")
+    own = str(torch.version.cuda).partition(".")[0]  # what this torch's driver understands
+    names = sorted(("libnvrtc.so.13", "libnvrtc.so.12"), key=lambda name: not name.endswith(own))
     yield from names
     packages = Path(torch.__file__).resolve().parent.parent
     for folder in ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "torch/lib"):
@@ -237,7 +238,10 @@ def _nvrtc_names() -> Iterator[str]:
 def _cubin(dtype: torch.dtype) -> bytes:
     """chain.cu, compiled."""
     nvrtc = _nvrtc()
-    source = Path(__file__).with_name("chain.cu").read_bytes()
+    try:
+        source = Path(__file__).with_name("chain.cu").read_bytes()
+    except OSError as error:
+        raise ChainUnavailable(f"its source is not there: {error}") from error
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17", b"-DFP16=%d" % (dtype == torch.float16)]
     program = ctypes.c_void_p()
     nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), source, b"chain.cu", 0, None, None)

@@ -48,33 +48,33 @@ class Multiple(NamedTuple):
     out: Tensor
 
 
-Stretch = list[Product | Multiple]
+Section = list[Product | Multiple]
 """Products of one batch in whose course matrices do not get in each other's way."""
 
 
-def run(stretches: Iterable[Stretch], counters: Tensor) -> None:
+def run(sections: Iterable[Section], counters: Tensor) -> None:
     """Compute them in this order. `counters` are int32 zeros, one for each matrix and one more."""
     counted = Counted()
-    for stretch in stretches:
-        if _is_chain(stretch):
-            try:
-                for first in range(0, len(stretch), MOST_PRODUCTS):
-                    counted = _run_chain(stretch[first : first + MOST_PRODUCTS], counters, counted)
-                continue
-            except ChainUnavailable as error:  # at its first launch, if ever
-                give_up_chains(stretch[0].out.device, _dtype(stretch[0]), str(error))
-        for product in stretch:
+    for section in sections:
+        done = 0
+        try:
+            while done < len(section) and _is_chain(section):
+                counted = _run_chain(section[done : done + MOST_PRODUCTS], counters, counted)
+                done += MOST_PRODUCTS
+        except ChainUnavailable as error:  # at its first launch, if ever
+            give_up_chains(section[0].out.device, _dtype(section[0]), str(error))
+        for product in section[done:]:
             if isinstance(product, Multiple):
                 torch.mul(product.matrix, product.factor, out=product.out)
             else:
                 _run_alone(product)
 
 
-def _is_chain(stretch: Stretch) -> TypeGuard[list[Product]]:
+def _is_chain(section: Section) -> TypeGuard[list[Product]]:
     """Also of one product: tiles that are taken one by one leave less idle at the end than tiles that are dealt out before."""
-    if any(isinstance(product, Multiple) for product in stretch):
+    if any(isinstance(product, Multiple) for product in section):
         return False
-    out_BRC, dtype = stretch[0].out, _dtype(stretch[0])
+    out_BRC, dtype = section[0].out, _dtype(section[0])
     return chain_pays(min(out_BRC.shape[1:])) and chains_on(out_BRC.device, dtype)
 
 

@@ -37,7 +37,8 @@ def products_in_words(device: torch.device, input_dtype: torch.dtype, dtype: tor
     products = products_for(device, input_dtype, dtype)
     launched = ""
     if products.backend == "triton":
-        why = why_no_chains(device, torch.float16)
+        known = [why for (place, _), why in _chains.items() if place == device]
+        why = max(known, key=len) if known else why_no_chains(device, torch.float16)
         launched = f", one launch each: {why}" if why else ", several in one launch where they are small"
     return f"{products.backend}: {products.reason}{launched}"
 

@@ -83,4 +83,4 @@ def teams_of(batch: int, size: int) -> int:
     """In how many teams matrices of size x size go through a chain, one after the other: the fewer at a time, the more of
     them the cache holds."""
     across = -(-size // CHAIN_TILE.rows)
-    return max(1, batch * across * (across + 1) // 2 // _TEAM_TILES)
+    return min(batch, max(1, batch * across * (across + 1) // 2 // _TEAM_TILES))

@@ -1,4 +1,4 @@
-"""Update rules as Triton kernels: one launch for all tensors of a list, and one pass over memory where a chain of foreach
+"""Update rules as Triton kernels: one launch for all tensors of a list, and one pass over memory where a row of foreach
 kernels takes several.
 
 What an element gets depends on itself alone, wherever it lies: fused multiplications and additions are written out, so that

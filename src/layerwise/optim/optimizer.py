@@ -316,7 +316,7 @@ class Optimizer(torch.optim.Optimizer):
         """In here masters and state are written, on every rank. Once all masters are there, what this gives is called: then
         they are those of this step, and weights follow. An exception leaves an optimizer that refuses to go on."""
         engine, scaler = self.engine, self.stepper.scaler
-        self.stepper.look_back()
+        self.stepper.catch_up()
         agree(engine.groups, "states", {"step": step, "loss_scale": loss_scale}, across_stages=True)
         if any_rank(engine.groups, engine.gradients.has_gradients):
             if scaler is not None and loss_scale is not None and loss_scale["scale"] != scaler.scale:

@@ -22,7 +22,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from layerwise.kernels import chain_driver, fused_newton_schulz
-from layerwise.kernels.chains import Multiple, Product, Stretch
+from layerwise.kernels.chains import Multiple, Product, Section
 
 SOURCE = (Path(chain_driver.__file__).parent / "chain.cu").read_text()
 SHAPES = [
@@ -38,7 +38,7 @@ SHAPES = [
 ]
 
 
-def stretches(shape: tuple[int, int, int], method: str, steps: int, patch: pytest.MonkeyPatch) -> list[Stretch]:
+def sections(shape: tuple[int, int, int], method: str, steps: int, patch: pytest.MonkeyPatch) -> list[Section]:
     """The products of a batch, in memory of its own, with nothing launched."""
     patch.setattr(fused_newton_schulz, "normalise_into", lambda *_: None)
     batch, rows, cols = shape
@@ -80,20 +80,20 @@ def in_the_way(products: list[Product]) -> bool:
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_in_a_stretch_no_matrix_writes_where_another_has_anything(
+def test_in_a_section_no_matrix_writes_where_another_has_anything(
     shape: tuple[int, int, int], method: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for stretch in stretches(shape, method, steps, monkeypatch):
-        assert not in_the_way([one for one in stretch if isinstance(one, Product)])
+    for section in sections(shape, method, steps, monkeypatch):
+        assert not in_the_way([one for one in section if isinstance(one, Product)])
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])
-def test_stretches_are_as_long_as_that_allows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where small matrices lie in the place of the next large one, all in one stretch would be too long: it is seen."""
-    found = stretches((4, 16, 24), method, 5, monkeypatch)
-    assert [len(stretch) for stretch in found] == ([6, 1, 10, 1] if method == "gram" else [2, 1] * 5)
+def test_sections_are_as_long_as_that_allows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where small matrices lie in the place of the next large one, all in one section would be too long: it is seen."""
+    found = sections((4, 16, 24), method, 5, monkeypatch)
+    assert [len(section) for section in found] == ([6, 1, 10, 1] if method == "gram" else [2, 1] * 5)
     assert in_the_way([one for one in chain(*found) if isinstance(one, Product)])
-    assert [len(stretch) for stretch in stretches((3, 16, 16), "standard", 5, monkeypatch)] == [15]
+    assert [len(section) for section in sections((3, 16, 16), "standard", 5, monkeypatch)] == [15]
 
 
 def test_a_step_without_a_square_has_no_product_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +159,7 @@ def test_teams_are_as_many_as_keep_a_device_busy() -> None:
     assert teams_of(24, 2048) == 4
     assert teams_of(1, 128) == 1
     assert teams_of(1000, 1024) == 45
+    assert teams_of(2, 16384) == 2
     assert chain_pays(1024)
     assert not chain_pays(4096)
 

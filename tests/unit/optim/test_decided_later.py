@@ -4,11 +4,15 @@ asks for the verdict reads it at once."""
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ from layerwise.engine import step as stepping
 from layerwise.errors import NonFiniteError, StateError
 from tests.distributed.test_parity import LIVE, RULES
 from tests.reference.oracle import Hyper
-from tests.worlds import Case, gradient, hash_everything, oracle_for, rules, train_and_compare
+from tests.worlds import Case, deliver, gradient, hash_everything, oracle_for, rules, train_and_compare, wrap
 
 DECIDED_LATER = [name for name, options in RULES.items() if options.get("matrix", "muon") not in ("normuon", "adamuon")]
 
@@ -164,3 +168,80 @@ def test_where_a_verdict_does_not_reach_the_host_decides_first(asked: dict[str, 
     assert is_known(optimizer)
     assert optimizer.stats.skipped
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_whoever_is_interrupted_while_it_waits_can_ask_again() -> None:
+    module, optimizer = plain()
+    feed(module, 0, bad=math.nan)
+    optimizer.step()
+    left = optimizer.stepper._left
+    assert left is not None
+    optimizer.stepper._left = left._replace(totals=mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        _ = optimizer.stats
+    optimizer.stepper._left = left
+    with pytest.warns(UserWarning, match="step 1 was skipped"):
+        assert optimizer.stats.skipped
+    assert optimizer.engine.count.steps == 0
+
+
+def test_a_model_that_is_saved_alone_has_the_number_of_steps_that_were_taken(tmp_path: Path) -> None:
+    case = Case()
+    model = wrap(case, case.build())
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.02), other=layerwise.AdamW(lr=0.003))
+    shapes = {fqn: param.shape for fqn, param in model.engine.storage.params.items()}
+    for step in range(2):
+        grads = {fqn: gradient(fqn, shape, 0, step, 0) * (math.nan if step else 1.0) for fqn, shape in shapes.items()}
+        deliver(model, grads, sync=True)
+        optimizer.step()
+    assert optimizer.engine.count.assumed == 2
+    layerwise.save(tmp_path / "there", model)
+    assert '"step": 1,' in (tmp_path / "there" / "manifest.json").read_text()
+
+
+def test_a_warning_that_is_an_error_costs_no_other_step() -> None:
+    module, optimizer = plain()
+    raised = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            feed(module, step, bad=math.nan if step == 1 else None)
+            try:
+                optimizer.step()
+            except UserWarning as warning:
+                raised.append((step, str(warning)))
+    assert [step for step, _ in raised] == [2]  # where step 1 is told of
+    assert "step 2 was skipped" in raised[0][1]
+    assert optimizer.stats.step == 3
+
+
+def test_skipped_steps_are_told_in_their_order_whoever_decided() -> None:
+    module, optimizer = plain()
+    feed(module, 0, bad=math.nan)
+    optimizer.step()
+    feed(module, 1, bad=math.nan)
+    module.row.weight.grad = None  # then the host decides
+    with pytest.warns(UserWarning, match="step 1 was skipped") as told:
+        optimizer.step()
+    assert is_known(optimizer)
+    assert len(told) == 1
+    for step in range(2, 10):
+        feed(module, step, bad=math.nan)
+        with pytest.warns(UserWarning, match="10 steps in a row") if step == 9 else nullcontext():
+            optimizer.step()
+            _ = optimizer.stats
+
+
+def test_an_optimizer_that_is_let_go_is_gone_at_once() -> None:
+    module, optimizer = plain()
+    feed(module, 0)
+    optimizer.step()
+    assert not is_known(optimizer)
+    gone = weakref.ref(optimizer.stepper)
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -17,10 +17,10 @@ from layerwise.layout.cost import GramRoom
 if not (torch.cuda.is_available() and has_own_kernels(torch.device("cuda", 0))):
     pytest.skip("needs a Hopper GPU and Triton", allow_module_level=True)
 
-from layerwise.kernels import chains, facts
-from layerwise.kernels.chain_driver import ChainUnavailable
+from layerwise.kernels import chain_driver, chains, facts
+from layerwise.kernels.chain_driver import ChainUnavailable, Counted
 from layerwise.kernels.fused_newton_schulz import orthogonalize_into, segment_products, workspace_nbytes
-from layerwise.kernels.triton_products import new_batch
+from layerwise.kernels.triton_products import Product, new_batch
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -42,7 +42,7 @@ def launches() -> Iterator[list[int]]:
     found: list[int] = []
     real = chains.launch_chain
 
-    def noted(products: list[chains.ChainProduct], *more: object) -> int:
+    def noted(products: list[Product], *more: object) -> Counted:
         found.append(len(products))
         return real(products, *more)  # type: ignore[arg-type]
 
@@ -131,7 +131,7 @@ def test_teams_of_any_size_give_the_same_bits(shape: tuple[int, int], teams: int
     with one_by_one():
         chains.run([products], counters)
     expected = p.clone()
-    with mock.patch.object(chains, "teams_of", return_value=min(teams, batch)):
+    with mock.patch.object(chain_driver, "teams_of", return_value=min(teams, batch)):
         for _ in range(20):
             p.fill_(torch.nan)
             counters.zero_()

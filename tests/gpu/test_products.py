@@ -20,7 +20,7 @@ if importlib.util.find_spec("triton") is None:
 if not IS_INTERPRETED and not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
     pytest.skip("needs a Hopper GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from layerwise.kernels import chains, fused_newton_schulz, triton_products
+from layerwise.kernels import fused_newton_schulz, triton_products
 from layerwise.kernels.triton_norms import normalised
 from layerwise.kernels.triton_products import full, symmetric
 
@@ -152,8 +152,8 @@ def test_the_fused_form_evaluates_the_schedule(
     monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int, int], method: str
 ) -> None:
     if IS_INTERPRETED:
-        monkeypatch.setattr(chains, "symmetric_tile", lambda *_: TILES[0])
-        monkeypatch.setattr(chains, "full_tile", lambda *_: TILES[1])
+        monkeypatch.setattr(triton_products, "symmetric_tile", lambda *_: TILES[0])
+        monkeypatch.setattr(triton_products, "full_tile", lambda *_: TILES[1])
     schedule = coefficient_schedule(name, 5)
     x = gaussian(*shape)
     x[1] = 0.0

@@ -122,9 +122,9 @@ class Measure:
         """The same of a step that was foreseen: there is nothing to tell."""
         return self._stats_pass.reduce_alone(begun.vector, begun.divisors)
 
-    def decide(self, begun: Begun) -> Tensor:
+    def decide(self, begun: Begun, policy: GradientPolicy) -> Tensor:
         """What is to be done about the gradients, on the device."""
-        return self._stats_pass.decide(begun.vector, self.policy_now.bounds(tuple(self.names), begun.divisors.common))
+        return self._stats_pass.decide(begun.vector, policy.bounds(tuple(self.names), begun.divisors.common))
 
     def is_foreseen(self, begun: Begun) -> bool:
         """Whether nothing but what is in the gradients can keep a rank without others from taking this step."""

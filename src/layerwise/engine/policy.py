@@ -56,17 +56,12 @@ class GradientPolicy:
     def clip_coefficients(self, totals: Totals, names: Sequence[str]) -> dict[str, float]:
         """What to multiply each norm group's gradients with. The two families share one norm; a named group has its
         own."""
-        coefficients = dict.fromkeys(names, 1.0)
-        if self.clip_grad_norm is None or self.clip == "none":
-            return coefficients
-        for members in (self._families, *((name,) for name in names if name not in _FAMILIES)):
-            coefficient = min(1.0, self.clip_grad_norm / (totals.norm(*members) + 1e-6))
-            coefficients.update(dict.fromkeys(members, coefficient))
-        return coefficients
+        bounds = self.bounds(tuple(names), totals.divisors.common)
+        return dict(zip(names, bounds.factors([totals.square_sums[name] for name in names]), strict=True))
 
     @lru_cache(maxsize=64)  # noqa: B019  # policies are values, and few
     def bounds(self, names: tuple[str, ...], divisor: float) -> Bounds:
-        """What a device needs for the same two decisions, about clipping and skipping; norm groups in this order."""
+        """What decides about clipping and skipping, on a host or a device; norm groups in this order."""
         is_clipped = self.clip_grad_norm is not None and self.clip != "none"
         shared = {name: self._families if name in self._families else (name,) for name in names}
         unclipped = {name for name in _FAMILIES if name not in self._families} if is_clipped else set(names)

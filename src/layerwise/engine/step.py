@@ -144,7 +144,8 @@ class Stepper:
         """The same before it is known: the device decides. See [Note: A step need not wait for its statistics]."""
         engine, measure = self._engine, self._measure
         measure.forget_changes()
-        policy, verdict = measure.policy_now, measure.decide(begun)
+        policy = measure.policy_now
+        verdict = measure.decide(begun, policy)
         coefficients = {name: Factor(verdict, FIRST + place) for place, name in enumerate(measure.names)}
         totals = measure.reduce_alone(begun)
         self._advance(begun.divisors, coefficients, verdict, begun.live)
@@ -261,6 +262,7 @@ class Stepper:
         self.catch_up()
 
     def _refuse_half_way(self) -> None:
+        """The same, and tell nothing: a step is about to be taken, whose statistics come where those of the last one are."""
         self.look_back()
         if self._half_way:
             raise StateError(

@@ -219,8 +219,13 @@ class Update:
         for name, parts in self._mixed.items():
             scale_(list(parts.now()), coefficients[name])
         self._verdict = verdict
-        clipped: Scale = 1.0 if verdict is None else Factor(verdict, ONE)
-        self._scales = [coefficients[next(iter(names))] if len(names) == 1 else clipped for names in self._norm_groups]
+        scales = (coefficients[next(iter(names))] if len(names) == 1 else self._one for names in self._norm_groups)
+        self._scales = list(scales)
+
+    @property
+    def _one(self) -> Scale:
+        """What gradients are multiplied by that are not clipped, or have been."""
+        return 1.0 if self._verdict is None else Factor(self._verdict, ONE)
 
     def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
         """What comes before a matrix is orthogonalised, element by element; but for what can wait for its batch."""
@@ -250,7 +255,7 @@ class Update:
             if weight_decay != 0.0 and live["weight_decay_mode"] == "coupled":
                 grads = [run.of(run.shard.update.view(-1)) for run in self._runs[index]]
                 couple_(grads, masters, weight_decay=weight_decay, scale=self._scales[index])
-                self._scales[index] = 1.0 if self._verdict is None else Factor(self._verdict, ONE)
+                self._scales[index] = self._one
             runs = Runs(masters, self._grads[index], self._states[index], self._scales[index])
             if group.rule.is_matrix_rule:
                 MATRIX[group.rule.kind].prepare_(runs, live)

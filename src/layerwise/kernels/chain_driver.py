@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layerwise.kernels.facts import multiprocessors
+from layerwise.kernels.products import CHAIN_TILE, teams_of
 from layerwise.kernels.tables import stream_on
+from layerwise.kernels.triton_products import Product, tiles_of
 
 _DEPTH, _BOX = 64, 64
 _THREADS = 384
@@ -33,21 +36,6 @@ class ChainUnavailable(RuntimeError):
     """There is no such kernel here."""
 
 
-class ChainProduct(NamedTuple):
-    """A product of a chain: `Product` of chains.py, and its tiles."""
-
-    left: tuple[Tensor, ...]
-    right: Tensor | None
-    out: Tensor
-    alpha: float
-    addends: tuple[tuple[Tensor, float], ...]
-    diagonal: float
-    scales: Tensor | None
-    is_symmetric: bool
-    tiles: Tensor
-    """As row * 65536 + col; below the diagonal where it is symmetric."""
-
-
 class Counted(NamedTuple):
     """What the counters of a batch are at: those of its matrices, and the one of tasks."""
 
@@ -55,25 +43,30 @@ class Counted(NamedTuple):
     tasks: int = 0
 
 
-def launch_chain(products: Sequence[ChainProduct], counters: Tensor, before: Counted, teams: int) -> Counted:
-    """Launch them on the current stream, with the matrices in so many teams.
+def launch_chain(products: Sequence[Product], counters: Tensor, before: Counted) -> Counted:
+    """Launch them on the current stream.
 
     `counters` are an int32 for each matrix and one more, and are at `before`; returns what they will be at. Of one product
     only the last of them counts, and it may be of some matrices of the batch. All have rows that begin at multiples of 16 bytes.
     """
     batch = products[0].out.shape[0]
     device, dtype = products[0].out.device, products[0].left[0].dtype
-    tiles = sum(product.tiles.numel() for product in products)
+    counts = [_tiles_of(product).numel() for product in products]
     with torch.cuda.device(device):
         function = _function(device, dtype)
-        arguments = _arguments(products, counters, before, teams)
-        programs = min(batch * max(product.tiles.numel() for product in products), _multiprocessors(device))
+        arguments = _arguments(products, counters, before)
+        programs = min(batch * max(counts), multiprocessors(device))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         sizes = map(ctypes.c_uint32, (programs, 1, 1, _THREADS, 1, 1, _SHARED_NBYTES))
         stream = ctypes.c_void_p(stream_on(device))
         _driver().call("cuLaunchKernel", function, *sizes, stream, pointers, None)
     # Every program asks once for a task that there is not.
+    tiles = sum(counts)
     return Counted(before.tiles + (tiles if len(products) > 1 else 0), before.tasks + batch * tiles + programs)
+
+
+def _tiles_of(product: Product) -> Tensor:
+    return tiles_of(*product.out.shape[1:], CHAIN_TILE, product.out.device, lower=product.is_symmetric)
 
 
 def why_none(device: torch.device, dtype: torch.dtype) -> str:
@@ -114,7 +107,7 @@ class _Chain(ctypes.Structure):
     ]
 
 
-def _arguments(products: Sequence[ChainProduct], counters: Tensor, before: Counted, teams: int) -> _Chain:
+def _arguments(products: Sequence[Product], counters: Tensor, before: Counted) -> _Chain:
     """What the kernel is launched with."""
     batch, size, _ = products[0].out.shape
     if len(products) > MOST_PRODUCTS:
@@ -159,11 +152,12 @@ def _arguments(products: Sequence[ChainProduct], counters: Tensor, before: Count
             into.second_batch, into.second_row = second.stride()[:2]
         if product.scales is not None:
             into.scales = product.scales.data_ptr()
-        into.tiles, into.num_tiles, into.tiles_before = product.tiles.data_ptr(), product.tiles.numel(), tiles_before
+        tiles = _tiles_of(product)
+        into.tiles, into.num_tiles, into.tiles_before = tiles.data_ptr(), tiles.numel(), tiles_before
         tiles_before += into.num_tiles
     arguments.counters, arguments.next = counters.data_ptr(), counters[-1:].data_ptr()
     arguments.tiles_done, arguments.first_number = before
-    arguments.num_products, arguments.batch, arguments.teams = len(products), batch, teams
+    arguments.num_products, arguments.batch, arguments.teams = len(products), batch, teams_of(batch, size)
     arguments.tiles_of_matrix, arguments.size = tiles_before, size
     return arguments
 
@@ -271,8 +265,3 @@ def _function(device: torch.device, dtype: torch.dtype) -> ctypes.c_void_p:
     driver.call("cuModuleGetFunction", ctypes.byref(function), module, b"run_chain")
     driver.call("cuFuncSetAttribute", function, ctypes.c_int(_MAX_DYNAMIC_SHARED), ctypes.c_int(_SHARED_NBYTES))
     return function
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from layerwise.config.coefficients import Coefficient
-from layerwise.kernels.chains import Multiple, Product, Section, run
+from layerwise.kernels.chains import Multiple, Strand, run
 from layerwise.kernels.triton_norms import Norms, normalise_into, norms_nbytes
-from layerwise.kernels.triton_products import new_batch
+from layerwise.kernels.triton_products import Product, new_batch
 from layerwise.layout.cost import GRAM_OTHERS, GramRoom, gram_segments
 
 # B: batch of equal-shaped matrices, P: part of it, R: rows, C: columns, M: the shorter of the two.
@@ -120,7 +120,7 @@ def _carved(memory: Tensor, first: int, batch: int, rows: int, cols: int, dtype:
     return found if padded == cols else found[:, :, :cols]
 
 
-def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Section]:
+def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Strand]:
     dtype = places.out_BRC.dtype
     large, small = (update_BRC.shape[0] * size for size in _sizes(*update_BRC.shape[1:]))
     polynomial_BMM = places.small(0, dtype)
@@ -132,12 +132,12 @@ def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficien
     if len(schedule) % 2:
         here, there = there, here
     normalise_into(here[0], update_BRC, places.norms)
-    found: list[Section] = []
+    found: list[Strand] = []
     scales: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     for a, b, c in schedule:
         x_BRC, next_BRC, gram_BMM = here[0], *there
         if c == 0.0:
-            small_ones: Section = [Product((x_BRC,), None, polynomial_BMM, scales=scales[1])]
+            small_ones: Strand = [Product((x_BRC,), None, polynomial_BMM, scales=scales[1])]
             times = _times(polynomial_BMM, x_BRC, next_BRC, alpha=b, beta=a, scales=scales[0])
         else:
             small_ones = [Product((x_BRC,), None, gram_BMM, scales=scales[1]), _square(gram_BMM, b, c, polynomial_BMM)]
@@ -149,7 +149,7 @@ def _standard(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficien
     return [list(chain(*found))] if large == small else found
 
 
-def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Section]:
+def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) -> list[Strand]:
     """See [Note: The Gram form without a diagonal], [Note: Where things lie], and in newton_schulz why it works in fp16
     and restarts."""
     half, batch = torch.float16, update_BRC.shape[0]
@@ -170,7 +170,7 @@ def _gram(places: _Places, update_BRC: Tensor, schedule: Sequence[Coefficient]) 
     away = [(own_PRC, slice(0, part)), (result_BRC[: batch - part], slice(part, batch))][: 1 + (part < batch)]
     is_away = len(segments) % 2 == 1
     normalise_into(own_PRC if is_away else result_BRC, update_BRC, places.norms)
-    found: list[Section] = []
+    found: list[Strand] = []
     scales: tuple[Tensor | None, Tensor | None] = places.norms.scales, places.norms.squared
     done = 0
     for length in segments:
@@ -200,14 +200,14 @@ def segment_products(
     segment: Sequence[Coefficient],
     last_BMM: Tensor,
     others: Sequence[Tensor],
-) -> tuple[Section, float]:
+) -> tuple[Strand, float]:
     """What leaves in `last` the P, and the q, such that P X + q X is X after the steps of `segment`. X lies in parts."""
     r_BMM, spare_BMM, other_BMM = others
     # P is written to one place and to another in turn, and ends in the last.
     p_BMM, next_BMM = (last_BMM, other_BMM) if len(segment) % 2 else (other_BMM, last_BMM)
     a, b, c = segment[0]
     q, z_BMM = a, p_BMM
-    found: Section = [Product(x_PRCs, None, r_BMM, scales=scales), _square(r_BMM, b, c, z_BMM)]
+    found: Strand = [Product(x_PRCs, None, r_BMM, scales=scales), _square(r_BMM, b, c, z_BMM)]
     for later, (next_a, b, c) in enumerate(segment[1:], start=2):
         # Until there is a new P, its place is free.
         rz_BMM = next_BMM

@@ -46,6 +46,11 @@ def _numbers(numbers: Iterable[int]) -> Tensor:
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
+def as_integers(numbers: Iterable[float]) -> array[int]:
+    """The bits of numbers in fp64."""
+    return array("q", array("d", numbers).tobytes())
+
+
 @lru_cache(maxsize=1024)
 def address_table(addresses: tuple[int, ...], place: Place) -> Tensor:
     """Where tensors lie, entry by entry."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layerwise.kernels.lists import Tensors, facts_of
-from layerwise.kernels.tables import Place, address_table, block_table, place_of, row_table, working_on
+from layerwise.kernels.tables import Place, address_table, as_integers, block_table, place_of, row_table, working_on
 from layerwise.kernels.triton_launch import launch
 from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, taken
 from layerwise.kernels.verdicts import IS_TAKEN
@@ -142,18 +141,13 @@ def _run_pairs(
                 continue
             columns: list[Iterable[int]] = [target.addresses, source.addresses]
             if scale is not None and keep is not None:
-                columns += [_as_integers(-factor for factor in scale), _as_integers(keep)]
+                columns += [as_integers(-factor for factor in scale), as_integers(keep)]
             tables = tiles.of, tiles.walks, address_table(tuple(chain.from_iterable(zip(*columns, strict=True))), place)
             decision = verdict, verdict is not None
             constants = (*(TRITON_DTYPES[dtype] for dtype in dtypes), scale is not None, _WALK, _SIDE)
             key = (_pair_kernel, target.device, dtypes, scale is not None, verdict is not None)
             arguments = (*tables, *decision, *constants)
             launch(_pair_kernel, key, tiles.total, arguments, warps=_WARPS, registers=_REGISTERS)
-
-
-def _as_integers(numbers: Iterable[float]) -> array[int]:
-    """The bits of numbers in fp64."""
-    return array("q", array("d", numbers).tobytes())
 
 
 class _Tiles(NamedTuple):

@@ -9,6 +9,7 @@ function of its own values and shape: no sum crosses matrices, and no sum is cut
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from layerwise.kernels.products import Tile
+from layerwise.kernels.facts import multiprocessors
+from layerwise.kernels.products import Tile, full_tile, symmetric_tile
 from layerwise.kernels.triton_launch import launch
 
 NOWHERE = tl.constexpr(1 << 28)
@@ -157,9 +159,9 @@ def symmetric(
     size, depth = (left.shape[2], left.shape[1]) if left_t else (left.shape[1], left.shape[2])
     if out is None:
         out = new_batch(batch, size, size, left.dtype, left.device)
-    tiles = lower_tiles(size, size, tile, left.device)
+    tiles = tiles_of(size, size, tile, left.device, lower=True)
     total = batch * tiles.numel()
-    programs = min(total, _multiprocessors(left.device))
+    programs = min(total, multiprocessors(left.device))
     part = [tile.rows, tile.cols // tile.parts]
     left_block = [tile.depth, tile.rows] if left_t else [tile.rows, tile.depth]
     right_block = [tile.cols, tile.depth] if right_t else [tile.depth, tile.cols]
@@ -193,7 +195,7 @@ def full(
         out = new_batch(batch, rows, cols, left.dtype, left.device)
     num_rows, num_cols = triton.cdiv(rows, tile.rows), triton.cdiv(cols, tile.cols)
     total = batch * num_rows * num_cols
-    programs = min(total, _multiprocessors(left.device))
+    programs = min(total, multiprocessors(left.device))
     half = [tile.rows, tile.cols // 2]
     flags = (scales is not None, addend is not None)
     arguments = (
@@ -221,18 +223,8 @@ def _descriptor(x: Tensor | None, block: list[int]) -> TensorDescriptor | None:
 
 
 @cache
-def lower_tiles(rows: int, cols: int, tile: Tile, device: torch.device) -> Tensor:
-    """Tiles that touch the diagonal or lie below it, as row * 65536 + col, in an order that suits the cache."""
-    return _tiles(rows, cols, tile, device, lower=True)
-
-
-@cache
-def all_tiles(rows: int, cols: int, tile: Tile, device: torch.device) -> Tensor:
-    """All of them."""
-    return _tiles(rows, cols, tile, device, lower=False)
-
-
-def _tiles(rows: int, cols: int, tile: Tile, device: torch.device, *, lower: bool) -> Tensor:
+def tiles_of(rows: int, cols: int, tile: Tile, device: torch.device, *, lower: bool) -> Tensor:
+    """Tiles as row * 65536 + col, in an order that suits the cache; `lower`: those that touch the diagonal or lie below it."""
     places = [
         (row, col)
         for row in range(triton.cdiv(rows, tile.rows))
@@ -243,6 +235,43 @@ def _tiles(rows: int, cols: int, tile: Tile, device: torch.device, *, lower: boo
     return torch.tensor([row * 65536 + col for row, col in places], dtype=torch.int32, device=device)
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+class Product(NamedTuple):
+    """out = scale * (alpha * left @ right + sum of factor * addend + diagonal * I), of batches."""
+
+    left: tuple[Tensor, ...]
+    """One memory, or two that follow each other in the batch."""
+    right: Tensor | None
+    """None: left's own transpose, on the side where the product is the smaller one."""
+    out: Tensor
+    alpha: float = 1.0
+    addends: tuple[tuple[Tensor, float], ...] = ()
+    diagonal: float = 0.0
+    scales: Tensor | None = None
+    is_symmetric: bool = True
+
+
+def multiply(product: Product) -> None:
+    """Compute it."""
+    left, right, out, alpha, addends, diagonal, scales, is_symmetric = product
+    if right is not None and not is_symmetric:
+        addend, beta = addends[0] if addends else (None, 0.0)
+        tile = full_tile(*out.shape[1:])
+        full(left[0], right, tile=tile, alpha=alpha, addend=addend, beta=beta, scales=scales, out=out)
+        return
+    tile, first = symmetric_tile(out.shape[1]), 0
+    for x_PRC in left:
+        which = slice(first, first + x_PRC.shape[0])
+        first = which.stop
+        is_tall = right is None and x_PRC.shape[1] > x_PRC.shape[2]
+        symmetric(
+            x_PRC,
+            x_PRC if right is None else right,
+            tile=tile,
+            alpha=alpha,
+            addends=addends,
+            diagonal=diagonal,
+            scales=None if scales is None else scales[which],
+            left_t=is_tall,
+            right_t=right is None and not is_tall,
+            out=out[which],
+        )

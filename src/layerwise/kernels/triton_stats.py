@@ -5,7 +5,6 @@ Imported only where `has_own_kernels` says so. Every sum has one order, which de
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -15,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from layerwise.kernels.lists import facts_of
-from layerwise.kernels.tables import Place, address_table, cut, place_of, row_table, working_on
+from layerwise.kernels.tables import Place, address_table, as_integers, cut, place_of, row_table, working_on
 from layerwise.kernels.triton_launch import launch
 from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, find_block
-from layerwise.kernels.verdicts import FIRST, Bounds
+from layerwise.kernels.verdicts import EPS, FIRST, Bounds
 
 
 @triton.jit
@@ -100,6 +99,7 @@ def _verdict_kernel(
     norm = tl.sqrt(total) / divisor
     ratio = clip_norm / (norm + eps)
     factor = tl.where((members > 0) & (ratio < 1.0), ratio, 1.0)
+    # At the places that verdicts.py names.
     tl.store(verdict + 2 + group, factor.to(tl.float32), mask=group < NUM_GROUPS)
     is_bad = tl.sum(tl.where((group == NUM_GROUPS) & (norm > skip_above), 1, 0))
     if NEEDS_FINITE:
@@ -152,8 +152,8 @@ def fused_verdict(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Ten
 def _verdict_tables(bounds: Bounds, place: Place) -> tuple[Tensor, Tensor]:
     groups = range(len(bounds.together))
     shares = [[int(other in members) for other in groups] for members in (*bounds.together, bounds.families)]
-    numbers = array("d", (bounds.clip_norm, bounds.skip_above, bounds.divisor, 1e-6))
-    return row_table(shares, place), row_table([array("q", numbers.tobytes())], place).view(torch.float64)
+    numbers = as_integers((bounds.clip_norm, bounds.skip_above, bounds.divisor, EPS))
+    return row_table(shares, place), row_table([numbers], place).view(torch.float64)
 
 
 def _sums(tensors: Sequence[Tensor], *, zeros: bool) -> Tensor:

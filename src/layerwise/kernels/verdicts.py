@@ -18,6 +18,8 @@ from layerwise.kernels.facts import has_own_kernels
 
 IS_TAKEN, ONE, FIRST = 0, 1, 2
 """Places of a verdict: 1 or 0, the factor 1, and the factor of the first norm group."""
+EPS = 1e-6
+"""Added to a norm that is divided by."""
 
 
 class Factor(NamedTuple):
@@ -48,6 +50,17 @@ class Bounds:
     divisor: float
     """What makes norms of averages of norms of sums."""
 
+    def norm(self, square_sums: Sequence[float], groups: Sequence[int]) -> float:
+        """Of these norm groups together, from the sums of squares of all."""
+        return math.sqrt(sum(square_sums[group] for group in groups)) / self.divisor
+
+    def factors(self, square_sums: Sequence[float]) -> list[float]:
+        """What the gradients of each norm group are multiplied by."""
+        return [
+            min(1.0, self.clip_norm / (self.norm(square_sums, groups) + EPS)) if groups else 1.0
+            for groups in self.together
+        ]
+
 
 def verdict_of(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Tensor:
     """The verdict, in fp32, from the sums of squares of norm groups and the number of bad elements of each param, both in
@@ -57,13 +70,9 @@ def verdict_of(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Tensor
 
         return fused_verdict(square_sums, nonfinite, bounds)
     sums = square_sums.tolist()
-
-    def norm(groups: Sequence[int]) -> float:
-        return math.sqrt(sum(sums[group] for group in groups)) / bounds.divisor
-
-    is_bad = (bounds.needs_finite and bool(nonfinite.any())) or norm(bounds.families) > bounds.skip_above
-    factors = [min(1.0, bounds.clip_norm / (norm(groups) + 1e-6)) if groups else 1.0 for groups in bounds.together]
-    return torch.tensor([float(not is_bad), 1.0, *factors], dtype=torch.float32, device=square_sums.device)
+    is_bad = (bounds.needs_finite and bool(nonfinite.any())) or bounds.norm(sums, bounds.families) > bounds.skip_above
+    numbers = [float(not is_bad), 1.0, *bounds.factors(sums)]
+    return torch.tensor(numbers, dtype=torch.float32, device=square_sums.device)
 
 
 def known_to_host(scale: Scale) -> float | None:

@@ -22,7 +22,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from layerwise.kernels import chain_driver, fused_newton_schulz
-from layerwise.kernels.chains import Multiple, Product, Section
+from layerwise.kernels.chains import Multiple, Strand
+from layerwise.kernels.triton_products import Product
 
 SOURCE = (Path(chain_driver.__file__).parent / "chain.cu").read_text()
 SHAPES = [
@@ -38,7 +39,7 @@ SHAPES = [
 ]
 
 
-def sections(shape: tuple[int, int, int], method: str, steps: int, patch: pytest.MonkeyPatch) -> list[Section]:
+def strands(shape: tuple[int, int, int], method: str, steps: int, patch: pytest.MonkeyPatch) -> list[Strand]:
     """The products of a batch, in memory of its own, with nothing launched."""
     patch.setattr(fused_newton_schulz, "normalise_into", lambda *_: None)
     batch, rows, cols = shape
@@ -80,20 +81,20 @@ def in_the_way(products: list[Product]) -> bool:
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_in_a_section_no_matrix_writes_where_another_has_anything(
+def test_in_a_strand_no_matrix_writes_where_another_has_anything(
     shape: tuple[int, int, int], method: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for section in sections(shape, method, steps, monkeypatch):
-        assert not in_the_way([one for one in section if isinstance(one, Product)])
+    for strand in strands(shape, method, steps, monkeypatch):
+        assert not in_the_way([one for one in strand if isinstance(one, Product)])
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])
-def test_sections_are_as_long_as_that_allows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where small matrices lie in the place of the next large one, all in one section would be too long: it is seen."""
-    found = sections((4, 16, 24), method, 5, monkeypatch)
-    assert [len(section) for section in found] == ([6, 1, 10, 1] if method == "gram" else [2, 1] * 5)
+def test_strands_are_as_long_as_that_allows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where small matrices lie in the place of the next large one, all in one strand would be too long: it is seen."""
+    found = strands((4, 16, 24), method, 5, monkeypatch)
+    assert [len(strand) for strand in found] == ([6, 1, 10, 1] if method == "gram" else [2, 1] * 5)
     assert in_the_way([one for one in chain(*found) if isinstance(one, Product)])
-    assert [len(section) for section in sections((3, 16, 16), "standard", 5, monkeypatch)] == [15]
+    assert [len(strand) for strand in strands((3, 16, 16), "standard", 5, monkeypatch)] == [15]
 
 
 def test_a_step_without_a_square_has_no_product_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

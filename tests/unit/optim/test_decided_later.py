@@ -8,7 +8,7 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ DECIDED_LATER = [name for name, options in RULES.items() if options.get("matrix"
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepping, "has_own_kernels", lambda device: True)
-    return
 
 
 def plain(**asked: Any) -> tuple[nn.Module, layerwise.Optimizer]:

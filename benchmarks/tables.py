@@ -35,9 +35,13 @@ def convergence_sweep(data: dict[str, Any]) -> str:
 
 def optimizer_step(data: dict[str, Any]) -> str:
     wide = data["rows_at_width_2048"]
+    names = "ms", "loop_ms"
     return markdown(
-        [f"on {data['host']['gpu']}", "ms", "width 2048, ms"],
-        [[name, row["ms"], wide[name]["ms"] if name in wide else ""] for name, row in data["rows"].items()],
+        [f"on {data['host']['gpu']}", "ms", "behind backward, ms", "width 2048, ms", "behind backward, ms"],
+        [
+            [name, *(row[key] for key in names), *(wide[name][key] if name in wide else "" for key in names)]
+            for name, row in data["rows"].items()
+        ],
     )
 
 
@@ -45,17 +49,27 @@ def end_to_end(data: dict[str, Any]) -> str:
     def mean(times: Sequence[float]) -> str:
         return f"{sum(times) / len(times):.1f}"
 
-    names = list(data["val_loss"])
-    rows = [
-        [name, *(mean(found["ms"][arm]) for arm in names), f"{found['ratio']:.3f}"]
-        for name, found in data["iterations"].items()
-    ]
-    loss = [f"{min(data['val_loss'][arm].values()):.3f}" for arm in names]
+    found = data["iterations"]
+    arms = list(next(iter(found.values()))["ms"])
+    first = {name: sum(row["ms"][arms[0]]) for name, row in found.items()}
+    losses = {arm: f"{min(by_rate.values()):.3f}" for arm, by_rate in data["val_loss"].items()}
     return markdown(
-        [f"on {data['host']['gpu']}", *names, "Muon over AdamW"],
         [
-            *([f"an iteration of {row[0]}, ms", *row[1:]] for row in rows),
-            ["validation loss after 200 steps", *loss, ""],
+            f"on {data['host']['gpu']}",
+            *(title for name in found for title in (f"{name}, ms", "over the first")),
+            "validation loss after 200 steps",
+        ],
+        [
+            [
+                arm,
+                *(
+                    text
+                    for name, row in found.items()
+                    for text in (mean(row["ms"][arm]), f"{sum(row['ms'][arm]) / first[name]:.3f}")
+                ),
+                losses.get(arm, ""),
+            ]
+            for arm in arms
         ],
     )
 

@@ -22,15 +22,18 @@ def median_ms(
     *,
     device: torch.device,
     repeats: int | None = None,
+    before: Callable[[], object] = lambda: None,
 ) -> float:
     """The median time of a call from its beginning to the end of all that the device does for it. `prepare` comes before
-    each and is not counted. On a GPU the first few are not, either: kernels are compiled and recorded then."""
+    each and is not counted, nor is `before`, which a GPU is still at when the call begins. On a GPU the first few are not,
+    either: kernels are compiled and recorded then."""
     warm_up = 5 if device.type == "cuda" else 1
     repeats = repeats or (15 if device.type == "cuda" else 3)
     times = []
     for _ in range(warm_up + repeats):
         prepare()
         wait_for(device)
+        before()
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()

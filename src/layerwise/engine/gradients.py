@@ -157,6 +157,8 @@ class OwnGradients(_GivenGradients):
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)
         self._shard_of = dict(self._shards)
         self._bound: list[str] = []
+        self._holds = True
+        """Whether shards may have gradients."""
         self._seen: set[int] = set()
         self._elsewhere: dict[str, Elsewhere] = {}
         self._looked: list[_Found] = []
@@ -215,7 +217,7 @@ class OwnGradients(_GivenGradients):
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
         missing, late = set(), set()
-        self._bound, self._seen = [], set()
+        self._bound, self._seen, self._holds = [], set(), True
         plain, self._plain = self._plain, None
         if plain is not None:
             for (_, shard), update in zip(self._shards, plain, strict=True):
@@ -272,9 +274,12 @@ class OwnGradients(_GivenGradients):
 
     def forget(self) -> None:
         super().forget()
+        self._looked, self._plain = [], None
+        if not self._holds:  # forgotten before: a step does so early, for the memory
+            return
         for fqn in self._bound:
             drop_grad(self._params[fqn])
-        self._bound, self._looked, self._plain = [], [], None
+        self._bound, self._holds = [], False
         for _, shard in self._shards:
             shard.update = self._nothing
 

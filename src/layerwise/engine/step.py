@@ -110,7 +110,7 @@ class Stepper:
         self._is_stepping = True
         try:
             # 1. Reduce, and 2. Stats.
-            measure, prepare = self._measure, self.update.prepare
+            measure, prepare = self._measure, partial(self.update.prepare, waits=not self._decides_later)
             begun = measure.begin(ask, self._refuse_half_way, prepare)
             if self._decides_later and measure.is_foreseen(begun) and not self._is_recorded:
                 self._step_unseen(begun)

@@ -182,11 +182,12 @@ class Update:
             for members in self._runs
         ]
 
-    def prepare(self) -> None:
-        """Look at the gradients of this step, before it is known whether they count: the device is at its pass over them."""
+    def prepare(self, *, waits: bool) -> None:
+        """Take the gradients of this step. Where the host has to wait until it is known whether they count, look at them
+        before: the device is at its pass over them, and will wait for the host afterwards."""
         self._grads = [parts.now() for parts in self._parts]
         self._direct_grads = {cohort: [parts.now() for parts in found] for cohort, found in self._direct_parts.items()}
-        for grads in chain(self._grads, *self._direct_grads.values()):
+        for grads in chain(self._grads, *self._direct_grads.values()) if waits else ():
             look_at(grads)
 
     def forget(self) -> None:

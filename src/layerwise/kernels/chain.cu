@@ -49,7 +49,7 @@ struct Product {
 struct Chain {
     Map maps[MAPS];
     Product products[PRODUCTS];
-    int* counters;  // by matrix: tiles that are in memory, of this chain and of those before it; unused where it is one product
+    int* counters;  // by matrix: tiles that are in memory, of this chain and of those before it
     u32* next;      // the number of the task that is taken next
     u32 first_number;
     int num_products, batch, teams, tiles_of_matrix, size, tiles_done;
@@ -383,7 +383,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                     wait_until_read();
                     arrive((i == 0 ? mirrored : free) + 8 * who);
                 }
-                if (chain.num_products == 1) continue;  // nobody waits for it
                 wait_until_stored();
                 fence_copies();
                 count_one(chain.counters + task.batch);

@@ -46,8 +46,8 @@ class Counted(NamedTuple):
 def launch_chain(products: Sequence[Product], counters: Tensor, before: Counted) -> Counted:
     """Launch them on the current stream.
 
-    `counters` are an int32 for each matrix and one more, and are at `before`; returns what they will be at. Of one product
-    only the last of them counts, and it may be of some matrices of the batch. All have rows that begin at multiples of 16 bytes.
+    `counters` are an int32 for each matrix and one more, and are at `before`; returns what they will be at. All have rows that
+    begin at multiples of 16 bytes.
     """
     batch = products[0].out.shape[0]
     device, dtype = products[0].out.device, products[0].left[0].dtype
@@ -62,7 +62,7 @@ def launch_chain(products: Sequence[Product], counters: Tensor, before: Counted)
         _driver().call("cuLaunchKernel", function, *sizes, stream, pointers, None)
     # Every program asks once for a task that there is not.
     tiles = sum(counts)
-    return Counted(before.tiles + (tiles if len(products) > 1 else 0), before.tasks + batch * tiles + programs)
+    return Counted(before.tiles + tiles, before.tasks + batch * tiles + programs)
 
 
 def _tiles_of(product: Product) -> Tensor:

@@ -2,7 +2,7 @@
 
 [Note: Chains]
 Products of a small batch leave much of a device idle while they begin and end, and Newton-Schulz is twenty of them in a row.
-A chain (`chain.cu`) is one launch for one or several products of the same batch: a matrix goes on to its next product as soon as its
+A chain (`chain.cu`) is one launch for several products of the same batch: a matrix goes on to its next product as soon as its
 last one is in memory, whatever the others do. So nothing that one of its products writes may lie where another matrix has
 something that the chain still reads: who arranges memory says which products may be one.
 
@@ -56,8 +56,8 @@ def run(strands: Iterable[Strand], counters: Tensor) -> None:
 
 
 def _is_chain(strand: Strand) -> TypeGuard[list[Product]]:
-    """Also of one product: tiles that are taken one by one leave less idle at the end than tiles that are dealt out before."""
-    if any(isinstance(product, Multiple) for product in strand):
+    """Not of one product: those are long, and Triton's larger tiles are sooner done with them."""
+    if len(strand) == 1 or any(isinstance(product, Multiple) for product in strand):
         return False
     out_BRC, dtype = strand[0].out, _dtype(strand[0])
     return chain_pays(min(out_BRC.shape[1:])) and chains_on(out_BRC.device, dtype)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-_END = object()
-"""Follows the last one: a list that has grown or shrunk differs there."""
 _TRAINABLE: Callable[[nn.Parameter], bool] = attrgetter("requires_grad")
 _TABLES: Callable[[nn.Module], tuple[dict[str, Any], dict[str, Any]]] = attrgetter("_parameters", "_modules")
 
@@ -20,7 +18,7 @@ class ModuleTree:
     """Which modules and params stand where, and which params are trainable.
 
     All of it is compared by identity, with iterators that run in C: one step of Python costs as much as the whole
-    comparison of a param.
+    comparison of a param. What is compared is kept, so that no other object can come to be where it was.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -34,7 +32,8 @@ class ModuleTree:
         self._modules = [module for module in found if isinstance(module._parameters, dict)]
         self._tables = list(chain.from_iterable(map(_TABLES, self._modules)))
         self._names = list(chain.from_iterable(self._tables))
-        self._members = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._members = list(_values(self._tables))
+        self._places = list(map(id, chain(self._tables, self._members)))
         self._params = [param for module in self._modules for param in module._parameters.values() if param is not None]
         self._trainable = list(map(_TRAINABLE, self._params))
 
@@ -42,7 +41,7 @@ class ModuleTree:
         """Whether every module has the params and the modules that it had, under the same names, and the same of them are
         trainable."""
         tables = chain.from_iterable(map(_TABLES, self._modules))
-        if not _same(self._tables, tables) or not _same(self._members, _values(self._tables)):
+        if list(map(id, chain(tables, _values(self._tables)))) != self._places:
             return False
         with DisableTorchFunctionSubclass():  # or each read would look for an override in the param's class
             trainable = list(map(_TRAINABLE, self._params))
@@ -51,8 +50,3 @@ class ModuleTree:
 
 def _values(tables: Iterable[dict[str, Any]]) -> Iterable[object]:
     return chain.from_iterable(map(dict.values, tables))
-
-
-def _same(before: Iterable[object], now: Iterable[object]) -> bool:
-    """Whether these are the same objects in the same order."""
-    return all(map(is_, chain(before, (_END,)), chain(now, (_END,))))

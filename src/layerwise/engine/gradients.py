@@ -11,10 +11,10 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.comm.sharded import Elsewhere, PlacedAlike, is_sharded, local_of, on_one_mesh
-from layerwise.memory.hooked import drop_grad, grad_of, grads_of
+from layerwise.memory.hooked import drop_grads, grad_of, grads_of
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage, refuse_sparse
 
@@ -156,7 +156,7 @@ class OwnGradients(_GivenGradients):
         self._alike = PlacedAlike(self._own)
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)
         self._shard_of = dict(self._shards)
-        self._bound: list[str] = []
+        self._bound: list[nn.Parameter] = []
         self._holds = True
         """Whether shards may have gradients."""
         self._seen: set[int] = set()
@@ -222,7 +222,7 @@ class OwnGradients(_GivenGradients):
         if plain is not None:
             for (_, shard), update in zip(self._shards, plain, strict=True):
                 shard.update = update
-            self._bound = [fqn for fqn, _ in self._shards]
+            self._bound = self._own
             return frozenset()
         looked, self._looked = self._looked or self._look_at_all(), []
         for (fqn, shard), (grad, place, _) in zip(self._shards, looked, strict=True):
@@ -236,7 +236,7 @@ class OwnGradients(_GivenGradients):
                     missing.add(fqn)
                 shard.update = torch.zeros_like(shard.master)
             else:
-                self._bound.append(fqn)
+                self._bound.append(self._params[fqn])
                 self._bind(shard, local_of(grad))
         self.late = frozenset(late)
         return frozenset(missing)
@@ -277,8 +277,7 @@ class OwnGradients(_GivenGradients):
         self._looked, self._plain = [], None
         if not self._holds:  # forgotten before: a step does so early, for the memory
             return
-        for fqn in self._bound:
-            drop_grad(self._params[fqn])
+        drop_grads(self._bound)
         self._bound, self._holds = [], False
         for _, shard in self._shards:
             shard.update = self._nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torch import nn
 
@@ -107,10 +108,16 @@ def check_planned(planned: Mapping[str, Sequence[object]], groups: Iterable[Mapp
             raise StateError(f"{name} was changed after construction: {PLANNED[name]}. Build a new Optimizer.")
 
 
+@cache
+def _options_of(kind: str) -> tuple[str, ...]:
+    """The names of a rule's options."""
+    return tuple(field.name for field in dataclasses.fields(RULES_BY_KIND[kind]))
+
+
 def live_rule(index: int, group: Mapping[str, object]) -> Rule:
     """The rule that the options of a param group make now, whoever put them there; raises if they make none."""
     rule = RULES_BY_KIND[str(group["rule"])]
-    names = [field.name for field in dataclasses.fields(rule)]
+    names = _options_of(rule.kind)
     lacking = [name for name in names if name not in group]
     if lacking:
         raise ValueError(f"param group {index} ({rule.kind}) lacks {', '.join(map(repr, lacking))}.")

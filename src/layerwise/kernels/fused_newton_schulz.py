@@ -24,6 +24,7 @@ where that was: `GramRoom` says so, for the plan too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -68,7 +69,8 @@ def orthogonalize_into(
         run(form(places, update_BRC, schedule), places.norms.counters)
 
 
-def workspace_nbytes(shape: Sequence[int], method: str, steps: int) -> int:
+@lru_cache(maxsize=256)  # asked for every batch of a step
+def workspace_nbytes(shape: tuple[int, ...], method: str, steps: int) -> int:
     """Bytes that a batch of this shape needs."""
     batch, rows, cols = shape
     large, small = _sizes(rows, cols)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from types import FrameType
 from typing import Any, Protocol
 
@@ -172,3 +174,8 @@ def take_grad(param: Tensor) -> Tensor | None:
 def drop_grad(param: Tensor) -> None:
     """Have a param have no `.grad`."""
     _GRAD.__set__(param, None)
+
+
+def drop_grads(params: Iterable[Tensor]) -> None:
+    """The same of many, without a call of Python for each."""
+    deque(map(_GRAD.__set__, params, repeat(None)), maxlen=0)

@@ -52,8 +52,7 @@ class Publisher:
         self._storage = storage
         self._communicators = communicators
         self.overlap = overlap
-        copied = {id(replica.shard): replica.shard for replica in storage.replicas}
-        self._copied = list(copied.values())
+        copied = {id(replica.shard) for replica in storage.replicas}
         # What only its owner reads is written there at once, if it is not what was updated.
         self._alone = [shard for shard in storage.shards if id(shard) not in copied and shard.is_apart]
         self._ops = [
@@ -88,7 +87,7 @@ class Publisher:
         with self._lock:
             for replica in self._storage.replicas:
                 replica.expect_fresh()
-            for shard in self._copied:
+            for shard in self._storage.shards:
                 shard.version += 1
             self._launched = 0
             self._storage.note_update()

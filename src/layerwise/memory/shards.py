@@ -24,7 +24,7 @@ class Shard:
     update: Tensor  # fp32, in order: averaged gradient, then update; whoever brings gradients says where it lies
     dtype: torch.dtype  # of the params: what a master is rounded to
     state: dict[str, Tensor] = field(default_factory=dict)  # 1D, fp32 each: momentum, exp_avg ...
-    version: int = 0  # the step that the master is at, for replicas of it
+    version: int = 0  # the step that the master is at
 
     @cached_property
     def spans_by_fqn(self) -> dict[str, list[Span]]:

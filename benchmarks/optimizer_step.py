@@ -44,13 +44,13 @@ def median_ms(
     return measuring.median_ms(step, prepare, device=torch.device("cuda"), repeats=REPEATS, before=before)
 
 
-def products(side: int = 8192, count: int = 8) -> Callable[[], None]:
+def products(count: int = 8) -> Callable[[], None]:
     """What backward ends with, as far as an optimizer is concerned: the card is busy, and the host has time."""
-    left, right = (torch.randn(side, side, device="cuda").to(torch.bfloat16) for _ in range(2))
+    product = measuring.large_product(torch.device("cuda"))
 
     def run() -> None:
         for _ in range(count):
-            left @ right
+            product()
 
     return run
 

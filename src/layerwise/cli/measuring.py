@@ -63,11 +63,17 @@ def host_ms(
     return statistics.median(times)
 
 
-def product_tflops(device: torch.device) -> float:
-    """What a large product of torch's reaches at the moment: bf16 on a GPU, fp32 on a CPU."""
+def large_product(device: torch.device) -> Callable[[], torch.Tensor]:
+    """A product of torch's that has the device busy: bf16 on a GPU, fp32 on a CPU."""
     side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / median_ms(lambda: left @ right, device=device) / 1e9
+    return lambda: left @ right
+
+
+def product_tflops(device: torch.device) -> float:
+    """What such a product reaches at the moment."""
+    product = large_product(device)
+    return 2 * len(product()) ** 3 / median_ms(product, device=device) / 1e9
 
 
 def ceilings(device: torch.device) -> dict[str, float]:

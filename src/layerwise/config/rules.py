@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import ClassVar, Literal
 
 from layerwise.config.coefficients import Coefficient, check_coefficients
@@ -93,12 +94,12 @@ class Rule:
     """decoupled: W *= 1 - lr*wd. independent: W *= 1 - wd. coupled: G += wd*W before momentum."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            self._set(field.name, plain_option(getattr(self, field.name)))
-            problem = _problem_with(field.name, getattr(self, field.name))
+        for name in self.option_names():
+            self._set(name, plain_option(getattr(self, name)))
+            problem = _problem_with(name, getattr(self, name))
             if problem is not None:
                 raise ValueError(f"{type(self).__name__}: {problem}")
-            if field.name == "betas":  # a list from a config file: rules are hashed, so it becomes a tuple
+            if name == "betas":  # a list from a config file: rules are hashed, so it becomes a tuple
                 self._set("betas", tuple(self.betas))  # type: ignore[attr-defined]
 
     def _set(self, name: str, value: object) -> None:
@@ -115,9 +116,15 @@ class Rule:
         """What the update of a matrix travels in."""
         return DType.BF16
 
+    @classmethod
+    @cache
+    def option_names(cls) -> tuple[str, ...]:
+        """The names of the fields."""
+        return tuple(field.name for field in fields(cls))
+
     def options(self) -> dict[str, object]:
         """The fields as a param group holds them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in self.option_names()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,9 +156,8 @@ class OwnGradients(_GivenGradients):
         self._alike = PlacedAlike(self._own)
         self._nothing = torch.empty(0, dtype=torch.float32, device=storage.device)
         self._shard_of = dict(self._shards)
-        self._bound: list[nn.Parameter] = []
-        self._holds = True
-        """Whether shards may have gradients."""
+        self._bound: list[nn.Parameter] | None = []
+        """Whose gradients shards have; None once they have none."""
         self._seen: set[int] = set()
         self._elsewhere: dict[str, Elsewhere] = {}
         self._looked: list[_Found] = []
@@ -217,7 +216,8 @@ class OwnGradients(_GivenGradients):
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
         missing, late = set(), set()
-        self._bound, self._seen, self._holds = [], set(), True
+        bound: list[nn.Parameter] = []
+        self._bound, self._seen = bound, set()
         plain, self._plain = self._plain, None
         if plain is not None:
             for (_, shard), update in zip(self._shards, plain, strict=True):
@@ -236,7 +236,7 @@ class OwnGradients(_GivenGradients):
                     missing.add(fqn)
                 shard.update = torch.zeros_like(shard.master)
             else:
-                self._bound.append(self._params[fqn])
+                bound.append(self._params[fqn])
                 self._bind(shard, local_of(grad))
         self.late = frozenset(late)
         return frozenset(missing)
@@ -275,10 +275,10 @@ class OwnGradients(_GivenGradients):
     def forget(self) -> None:
         super().forget()
         self._looked, self._plain = [], None
-        if not self._holds:  # forgotten before: a step does so early, for the memory
+        if self._bound is None:  # forgotten before: a step does so early, for the memory
             return
         drop_grads(self._bound)
-        self._bound, self._holds = [], False
+        self._bound = None
         for _, shard in self._shards:
             shard.update = self._nothing
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from torch import nn
 
@@ -70,7 +69,7 @@ def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ..
 
 
 def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:
-    known = {field.name for field in dataclasses.fields(rule)}
+    known = set(rule.option_names())
     for name in options:
         if name not in known:
             raise ValueError(
@@ -108,16 +107,10 @@ def check_planned(planned: Mapping[str, Sequence[object]], groups: Iterable[Mapp
             raise StateError(f"{name} was changed after construction: {PLANNED[name]}. Build a new Optimizer.")
 
 
-@cache
-def _options_of(kind: str) -> tuple[str, ...]:
-    """The names of a rule's options."""
-    return tuple(field.name for field in dataclasses.fields(RULES_BY_KIND[kind]))
-
-
 def live_rule(index: int, group: Mapping[str, object]) -> Rule:
     """The rule that the options of a param group make now, whoever put them there; raises if they make none."""
     rule = RULES_BY_KIND[str(group["rule"])]
-    names = _options_of(rule.kind)
+    names = rule.option_names()
     lacking = [name for name in names if name not in group]
     if lacking:
         raise ValueError(f"param group {index} ({rule.kind}) lacks {', '.join(map(repr, lacking))}.")

@@ -19,7 +19,6 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from layerwise.config.rules import RULES_BY_KIND, AdaMuon, AdamW, Lion, Muon, NorMuon, Rule
@@ -139,7 +138,7 @@ class _Table:
             return {}
         family = self.table.get("to")
         allowed = _RULES_BY_FAMILY.get(family, tuple(RULES_BY_KIND.values())) if isinstance(family, str) else ()
-        known = {field.name for rule in allowed for field in fields(rule)}
+        known = {name for rule in allowed for name in rule.option_names()}
         options: dict[str, object] = {}
         for name, item in value.items():
             if known and name not in known:
@@ -156,7 +155,7 @@ class _Table:
     def _try_options(self, options: Mapping[str, object], allowed: Sequence[type[Rule]]) -> None:
         """The update rules have the last word on their own numbers: the first one that has all these fields says it."""
         for rule in allowed:
-            if options.keys() <= {field.name for field in fields(rule)}:
+            if options.keys() <= set(rule.option_names()):
                 try:
                     rule(**{"lr": 0.0, **options})  # type: ignore[arg-type]
                 except ValueError as error:

@@ -80,12 +80,12 @@ SILENCE = -1
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where one rank sits: its number, the file at which ranks meet, how long a collective may take, whether memory is
-    poisoned, where answers go, and what says that all have answered."""
+    """Where one rank sits: its number, the file at which ranks meet if they do, how long a collective may take, whether
+    memory is poisoned, where answers go, and what says that all have answered."""
 
     rank: int
     world: int
-    rendezvous: str
+    rendezvous: str | None
     pg_timeout_s: float
     poisoned: bool
     outbox: Any
@@ -138,13 +138,14 @@ def _rank_main(seat: _Seat, job: Callable[..., Any], args: tuple[Any, ...]) -> N
     result, failure = None, None
     with _lost_connections() as lost:
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{seat.rendezvous}",
-                rank=seat.rank,
-                world_size=seat.world,
-                timeout=timedelta(seconds=seat.pg_timeout_s),
-            )
+            if seat.rendezvous is not None:
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{seat.rendezvous}",
+                    rank=seat.rank,
+                    world_size=seat.world,
+                    timeout=timedelta(seconds=seat.pg_timeout_s),
+                )
             # Pickled here, as bytes: the queue would share tensors through memory that goes when this process does.
             result = pickle.dumps(job(seat.rank, seat.world, *args))
         except BaseException:
@@ -168,24 +169,34 @@ def run_ranks(
     timeout_s: float = TIMEOUT_S,
     pg_timeout_s: float = PG_TIMEOUT_S,
     poisoned: bool = False,
+    meet: bool = True,
 ) -> list[Any]:
-    """`[job(rank, world, *args) for each rank]`, all at once. `job` is a module-level function; results are plain data or CPU tensors."""
+    """`[job(rank, world, *args) for each rank]`, all at once. `job` is a module-level function; results are plain data or CPU tensors.
+
+    Ranks are in a group of gloo's when the job begins. One that makes its own says `meet=False`: leaving a group at once
+    would cut off peers that are still connecting to it, on a busy machine one time in four."""
     poisoned = poisoned or is_poisoned()
-    answers = _run_once(world, job, args, timeout_s, pg_timeout_s, poisoned)
+    answers = _run_once(world, job, args, timeout_s, pg_timeout_s, poisoned, meet)
     if answers.is_gloos_fault:
-        answers = _run_once(world, job, args, timeout_s, pg_timeout_s, poisoned)
+        answers = _run_once(world, job, args, timeout_s, pg_timeout_s, poisoned, meet)
     if answers.errors:
         raise RankFailure("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(answers.errors.items())))
     return [answers.results[rank] for rank in range(world)]
 
 
 def _run_once(
-    world: int, job: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, pg_timeout_s: float, poisoned: bool
+    world: int,
+    job: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_s: float,
+    pg_timeout_s: float,
+    poisoned: bool,
+    meet: bool,
 ) -> _Answers:
     outbox, all_answered = _CONTEXT.Queue(), _CONTEXT.Event()
     with tempfile.TemporaryDirectory() as folder:
-        meet = os.path.join(folder, "meet")
-        seats = [_Seat(rank, world, meet, pg_timeout_s, poisoned, outbox, all_answered) for rank in range(world)]
+        rendezvous = os.path.join(folder, "meet") if meet else None
+        seats = [_Seat(rank, world, rendezvous, pg_timeout_s, poisoned, outbox, all_answered) for rank in range(world)]
         processes = [_CONTEXT.Process(target=_rank_main, args=(seat, job, args), daemon=True) for seat in seats]
         for process in processes:
             process.start()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from benchmarks.tables import ROOT
 from tests.marks import sampled
@@ -44,7 +43,6 @@ def free_port() -> str:
 
 def run_script(rank: int, world: int, script: str, port: str, words: list[str]) -> list[float]:
     """What `main()` returns, in an environment as torchrun leaves it."""
-    dist.destroy_process_group()
     sys.path.insert(0, str(FOLDER))
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world), "NODE_RANK": "0"}
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "GROUP_RANK": "0"}
@@ -77,7 +75,7 @@ def let_cpus_shard() -> None:
 def losses_of(script: str, steps: int, out: Path, *words: str) -> list[float]:
     script, *more = script.split()
     arguments = ["--steps", str(steps), "--out", str(out), *more, *words]
-    first, *others = run_ranks(WORLD, run_script, script, free_port(), arguments, timeout_s=240)
+    first, *others = run_ranks(WORLD, run_script, script, free_port(), arguments, timeout_s=240, meet=False)
     for other in others:
         assert other == first or not other  # some tell the first rank only
     return list(first)

@@ -37,7 +37,6 @@ def free_port() -> str:
 
 def run_scripts(rank: int, world: int, runs: list[tuple[str, str, list[str]]]) -> list[Any]:
     """What `main()` returns for each (script, port, words), in an environment as torchrun leaves it."""
-    dist.destroy_process_group()
     sys.path.insert(0, str(FOLDER))
     found = []
     for script, port, words in runs:
@@ -96,7 +95,8 @@ def runs(folder: Path) -> dict[str, list[Any]]:
         ]
         for script in SCRIPTS
     }
-    ranks = run_ranks(2, run_scripts, [(script, free_port(), line) for script in SCRIPTS for line in words[script]])
+    runs = [(script, free_port(), line) for script in SCRIPTS for line in words[script]]
+    ranks = run_ranks(2, run_scripts, runs, meet=False)
     return {"train_ddp": [rank[:3] for rank in ranks], "train": [rank[3:] for rank in ranks]}
 
 
@@ -149,7 +149,8 @@ def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_stopped(script: s
 def test_both_scripts_run_alone_and_see_the_same_gradient_in_fp16_with_either_way_of_scaling(tmp_path: Path) -> None:
     alone = [*SMALL, "--steps", "3", "--out", str(tmp_path)]
     fp16 = ["--data", TEXT, "--batch-size", "1", "--accumulation", "1", "--steps", "1", "--dtype", "fp16"]
-    (found,) = run_ranks(1, run_scripts, [(script, "", words) for script in SCRIPTS for words in (alone, fp16)])
+    runs = [(script, "", words) for script in SCRIPTS for words in (alone, fp16)]
+    (found,) = run_ranks(1, run_scripts, runs, meet=False)
     for history in found[::2]:
         assert history["train"][-1] < history["train"][0]
     theirs, ours = (history["norm"][0] for history in found[1::2])

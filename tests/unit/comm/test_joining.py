@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,16 +52,14 @@ def test_init_leaves_a_group_that_is_there_as_it_is() -> None:
     assert run_ranks(2, init_twice) == [[0, 2, True], [1, 2, True]]
 
 
-def wrap_before_meeting(rank: int, world: int) -> str:
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
+def wrap_before_meeting(rank: int, world: int, meet: str) -> str:
     model = layerwise.DataParallel(Net())
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world)
     return raised(lambda: optimizer_of(model))
 
 
-def test_a_model_that_was_wrapped_before_ranks_met_is_refused_by_the_optimizer() -> None:
-    for text in run_ranks(2, wrap_before_meeting):
+def test_a_model_that_was_wrapped_before_ranks_met_is_refused_by_the_optimizer(tmp_path: Path) -> None:
+    for text in run_ranks(2, wrap_before_meeting, str(tmp_path / "meet"), meet=False):
         assert text.startswith("StateError: the model was wrapped for a single process")
         assert "2 ranks" in text
         assert "layerwise.init() first" in text
@@ -113,6 +112,7 @@ def test_ranks_of_a_process_group_may_be_in_other_numbers_of_groups() -> None:
 
 def wrap_in_what_is_gone(rank: int, world: int) -> str:
     group = dist.new_group([0, 1])
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group(group)
     return raised(lambda: layerwise.DataParallel(Net(), process_group=group))
 

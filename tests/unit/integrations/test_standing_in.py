@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import layerwise
@@ -20,7 +19,6 @@ def stepped(rank: int, world: int, scales: bool) -> tuple[int, bool, Any]:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 
-    dist.destroy_process_group()
     Accelerator(cpu=True)  # the wrapper asks for its state
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scales else None
     module = nn.Linear(4, 6)
@@ -38,4 +36,4 @@ def stepped(rank: int, world: int, scales: bool) -> tuple[int, bool, Any]:
 @pytest.mark.parametrize("scales", [False, True])
 def test_ours_is_stepped(scales: bool) -> None:
     pytest.importorskip("accelerate")
-    assert run_ranks(1, stepped, scales) == [(1, True, False)]
+    assert run_ranks(1, stepped, scales, meet=False) == [(1, True, False)]

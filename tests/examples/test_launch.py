@@ -38,7 +38,7 @@ def calls_of(script: list[str], folder: Path, **environment: str) -> list[list[s
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=240,
     )
     return [json.loads(line) for line in found.stdout.splitlines()]
 

@@ -272,7 +272,7 @@ def run(*, quick: bool = False, sabotage: bool = False) -> Outcome:
     complaints: dict[str, str] = {}
     for name in SILENT if sabotage else VIOLATIONS:
         try:
-            answers = run_ranks(3, violate, name, not sabotage, timeout_s=80.0, pg_timeout_s=20.0)
+            answers = run_ranks(3, violate, name, not sabotage, timeout_s=160.0, pg_timeout_s=40.0)
         except RankFailure as failure:
             complaints[name] = str(failure)[-300:]
         else:

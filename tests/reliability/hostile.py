@@ -43,6 +43,8 @@ MOST_S, MOST_MIB = 1.0, 200.0
 """Processor time and memory that refusing may take."""
 MOST_WAIT_S = 20.0
 """Longer than that is no load on the machine: it waits for something."""
+TRIES = 3
+"""Processor time includes what a host takes from a virtual machine; what a sample costs, it costs every time."""
 
 
 class Checkpoint:
@@ -518,6 +520,7 @@ for _what, _place in PLACES.items():
 # The judge.
 
 LOADED = "was loaded"
+TOOK = "took processors for"
 
 _opened: list[str] = []
 
@@ -546,7 +549,7 @@ class Cost:
 
     def complaints(self) -> Iterator[str]:
         if (cpu := time.process_time() - self._cpu) > MOST_S:
-            yield f"took {cpu:.2f} s"
+            yield f"{TOOK} {cpu:.2f} s"
         if (wall := time.monotonic() - self._wall) > MOST_WAIT_S:
             yield f"waited {wall:.1f} s"
         if (more := _status("VmHWM") - self._rss) > MOST_MIB:
@@ -571,8 +574,8 @@ def judge(rank: int, world: int, folder: str, names: list[str], torchs_own: bool
     if torchs_own:
         list(_load_with_torch(whole))  # imports, too
     _watch(live)
-    answers = {}
-    for name in names:
+
+    def met(name: str) -> list[str]:
         shutil.rmtree(live.parent, ignore_errors=True)
         shutil.copytree(whole, live)
         bad = Checkpoint(live)
@@ -588,7 +591,14 @@ def judge(rank: int, world: int, folder: str, names: list[str], torchs_own: bool
             complaints = [text for text in complaints if text != LOADED]
             complaints += ["is not what was saved"] if training.hash() != saved else []
             training.step(rank, 1)
-        complaints += ["changed what was live"] if training.hash() != before else []
+        return complaints + (["changed what was live"] if training.hash() != before else [])
+
+    answers = {}
+    for name in names:
+        for _ in range(TRIES):
+            complaints = met(name)
+            if not any(text.startswith(TOOK) for text in complaints):
+                break
         answers[name] = "; ".join(complaints)
     layerwise.load(whole, training.model, training.optimizer)
     answers["no harm meant"] = "" if training.hash() == saved else "it does not bring back what was saved"

@@ -103,7 +103,7 @@ def train_in_groups_that_overlap(rank: int, world: int) -> list[Any]:
 
 
 def test_ranks_of_a_process_group_may_be_in_other_numbers_of_groups() -> None:
-    assert run_ranks(3, train_in_groups_that_overlap, pg_timeout_s=30.0, timeout_s=60.0) == [
+    assert run_ranks(3, train_in_groups_that_overlap) == [
         [2, 3, 3, 3],
         [2, 2, 3, 3, 3],
         [2, 3, 3, 3],

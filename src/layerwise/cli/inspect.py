@@ -194,16 +194,18 @@ def plan_for(
     """The plan that the trainer would make of the module on `world` ranks, or on those of the mesh that torch cuts it over."""
     from layerwise.dtypes import DType
     from layerwise.engine import engine
+    from layerwise.layout.cost import DEFAULT_COST, cost_of
     from layerwise.layout.options import Options, bucket_numel_of
     from layerwise.layout.placing import MeshSizes, placements_for
     from layerwise.models.table import param_table
 
-    parallel = config.parallel
+    parallel, rule = config.parallel, matrix_rule(config.optim)
     if is_sharded(parallel):
         sizes = MeshSizes(parallel.replicate, parallel.fsdp, parallel.tp, parallel.ep)
         options = Options(
             rules=rules,
-            tp_mode=tp_mode_of(matrix_rule(config.optim)),
+            tp_mode=tp_mode_of(rule),
+            cost=cost_of(rule),
             strict=config.routing.strict,
             evidence=evidence,
             memory="params",
@@ -220,6 +222,7 @@ def plan_for(
         grad_dtype=dtype,
         bucket_numel=bucket_numel_of(parallel.bucket_mib, dtype),
         gradients="params" if parallel.ddp else "buckets",
+        cost=cost_of(rule) if parallel.ddp else DEFAULT_COST,  # a DataParallel is laid out before it has an optimizer
     )
     recipe = config.precision.param_gather
     if recipe != "none":  # modules of shapes alone have no values to make codes of

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from layerwise.config.rules import Muon
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewtonSchulz:
@@ -25,6 +27,11 @@ class NewtonSchulz:
 
 DEFAULT_COST = NewtonSchulz()
 """What is assumed where nobody has said which rule will run."""
+
+
+def cost_of(rule: object) -> NewtonSchulz:
+    """What a matrix costs under a rule. Of one that does not orthogonalise, homes are those of the default."""
+    return NewtonSchulz(steps=rule.steps, method=rule.method) if isinstance(rule, Muon) else DEFAULT_COST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

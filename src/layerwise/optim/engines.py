@@ -26,10 +26,11 @@ from layerwise.comm.groups import (
     derive_together,
 )
 from layerwise.comm.sharded import gathered_params, groups_of, is_sharded, placements_of, reshard
-from layerwise.config.rules import TpMode
+from layerwise.config.rules import tp_mode_of
 from layerwise.engine.engine import Engine, Settings
 from layerwise.errors import StateError
 from layerwise.kernels.foreign import adapter_of
+from layerwise.layout.cost import cost_of
 from layerwise.layout.options import Memory, Options
 from layerwise.models.adopting import not_adopted
 from layerwise.models.forward.evidence import evidence_for
@@ -47,7 +48,8 @@ class Asked:
     """What an optimizer was asked for about a model that has no engine of its own; `Optimizer` documents it."""
 
     rules: Sequence[RouteRule] | None = None
-    tp_mode: TpMode = "auto"
+    matrix: object = None
+    """The rule of matrices."""
     strict: bool = False
     example_inputs: object = None
     routing: str | PathLike[str] = "table"
@@ -170,7 +172,8 @@ def _agreed(groups: Groups, module: nn.Module, asked: Asked, memory: Memory) -> 
             options=Options(
                 layout="auto" if asked.layout is None else asked.layout,
                 rules=asked.rules,
-                tp_mode=asked.tp_mode,
+                tp_mode=tp_mode_of(asked.matrix),
+                cost=cost_of(asked.matrix),
                 strict=asked.strict,
                 evidence=evidence_for((module,), asked.example_inputs, asked.routing),
                 memory=memory,

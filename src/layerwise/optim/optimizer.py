@@ -14,7 +14,7 @@ from layerwise.comm.groups import ProcessGroup, agree, any_rank, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
-from layerwise.config.rules import Rule, plain_option, tp_mode_of
+from layerwise.config.rules import Rule, plain_option
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.norm_groups import assign_norm_groups
@@ -101,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         asked = Asked(
             rules=rules,
-            tp_mode=tp_mode_of(matrix),
+            matrix=matrix,
             strict=strict,
             example_inputs=example_inputs,
             routing=routing,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from layerwise.config.rules import AdamW, Muon, Rule
 from layerwise.dtypes import DType
-from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
+from layerwise.layout.cost import NewtonSchulz, cost_of
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.stats import stats_sizes
@@ -31,12 +31,8 @@ class Rules:
 
     @property
     def cost(self) -> NewtonSchulz:
-        """What a matrix costs under these rules. Where none orthogonalises, homes are those of the default."""
-        return (
-            NewtonSchulz(steps=self.matrix.steps, method=self.matrix.method)
-            if isinstance(self.matrix, Muon)
-            else DEFAULT_COST
-        )
+        """What a matrix costs under these rules."""
+        return cost_of(self.matrix)
 
 
 def wire_dtypes_for(plan: Plan, rules: Rules) -> dict[tuple[str, int], DType]:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
+
+ECHO_S = 3.0
+"""A signal that soon after another is the same request: torchrun passes each on twice, within a millisecond, and a cluster's
+manager signals ranks beside it. To such a second one a rank would die without its checkpoint."""
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM only sets `requested`; the next one does what it always did."""
+    """While entered, the first SIGINT or SIGTERM only sets `requested`; one that is no echo of it does what it always did."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self._since_s: float | None = None
         self._previous: dict[int, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether somebody asked."""
+        return self._since_s is not None
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -24,13 +34,14 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        self._restore()
-
-    def _restore(self) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)  # type: ignore[arg-type]
         self._previous.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self._since_s is None:
+            self._since_s = now_s
+        elif now_s - self._since_s > ECHO_S:
+            self.__exit__(None, None, None)
+            signal.raise_signal(number)

@@ -20,6 +20,7 @@ from layerwise.config.schema import (
     TrainConfig,
 )
 from layerwise.errors import ConfigError
+from layerwise.train import stop as stopping
 from layerwise.train.loop import prepare, train
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.train.stop import StopRequest
@@ -158,12 +159,22 @@ def test_first_interrupt_finishes_the_step_and_ends_the_run_properly(text: str) 
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_second_interrupt_ends_it_now() -> None:
+def test_second_interrupt_ends_it_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "ECHO_S", -1.0)
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_echo_of_a_signal_is_no_second_one(number: signal.Signals) -> None:
+    with StopRequest() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        assert stop.requested
 
 
 def _train_on_rank(rank: int, world: int, config: TrainConfig, interrupt_at: int | None) -> tuple[EndRecord, int]:

@@ -78,7 +78,21 @@ def shown(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-_OURS = ("layerwise", "torch")
+_OURS = ("layerwise", "torch", "contextlib")
+
+
+def _users_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
+    """The first frame from here on that is not ours, and how many there are before it."""
+    depth = 0
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame, depth = frame.f_back, depth + 1
+    return frame, depth
+
+
+def users_line() -> str:
+    """Where the user called us."""
+    frame, _ = _users_frame(sys._getframe(1))
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "nowhere known"
 
 
 def warn(text: str, *, aloud: bool = True) -> None:
@@ -87,10 +101,8 @@ def warn(text: str, *, aloud: bool = True) -> None:
     What all ranks find, one of them says aloud. Where warnings are errors it is one on the others too: they must not be
     left waiting for it.
     """
-    frame: FrameType | None = sys._getframe(1)
-    level = 2
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
-        frame, level = frame.f_back, level + 1
+    _, depth = _users_frame(sys._getframe(1))
+    level = 2 + depth
     with nullcontext() if aloud else warnings.catch_warnings(record=True):
         warnings.warn(text, stacklevel=level)
 

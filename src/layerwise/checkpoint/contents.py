@@ -22,6 +22,7 @@ from layerwise.errors import CheckpointError
 from layerwise.layout.shards import Ranks
 from layerwise.layout.spans import Span
 from layerwise.memory.shards import Shard
+from layerwise.models.names import unwrapped
 from layerwise.optim.optimizer import Optimizer
 from layerwise.routing.geometry import Box, interval_boxes
 from layerwise.routing.rules import Route
@@ -89,16 +90,31 @@ def state_key(name: str, kind: str) -> str:
 
 def engine_of(model: nn.Module | None, optimizer: Optimizer | None) -> Engine:
     """The engine behind a model or its optimizer."""
-    engine = optimizer.engine if optimizer is not None else getattr(model, "engine", None)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}: expected the layerwise.Optimizer that steps the "
+            "model. Another one that belongs to the checkpoint goes into extra=."
+        )
+    own = getattr(model, "engine", None)
+    engine = optimizer.engine if optimizer is not None else own
     if not isinstance(engine, Engine):
         raise TypeError(
             f"model is a {type(model).__name__} without its optimizer: expected a DataParallel, or a model and the layerwise.Optimizer "
             "that steps it."
         )
-    own = getattr(model, "engine", engine)
-    if own is not engine:
-        raise ValueError("model and optimizer do not belong together: the optimizer steps another model.")
+    if model is not None and own is not engine and not _has(model, engine.chunks):
+        raise ValueError(
+            f"model and optimizer do not belong together: the optimizer steps another model than this {type(model).__name__}, whose "
+            "weights would not be in the checkpoint. Pass the model that the optimizer was built with; a second model, such as an "
+            "average of weights, goes into extra= or into a checkpoint of its own."
+        )
     return engine
+
+
+def _has(model: nn.Module, chunks: Sequence[nn.Module]) -> bool:
+    """Whether a model is what is trained, or has it inside, whatever stands around either."""
+    inside = set(map(unwrapped, model.modules()))
+    return all(unwrapped(chunk) in inside for chunk in chunks)
 
 
 @dataclass(frozen=True)

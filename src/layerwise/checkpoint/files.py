@@ -225,7 +225,7 @@ class Reader:
     def whole(self, key: str) -> Tensor:
         """All of a tensor."""
         entry = self._manifest.entries[key]
-        found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
         self.read(key, Box.whole(entry.shape), found)
         return found
 
@@ -240,7 +240,7 @@ class Reader:
         place = chunk.data + first * dtype.itemsize
         if numel == box.numel and target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu":
             return _Flight(self._begin(chunk.file, place, bytes_of(target)), None, target)
-        raw = torch.empty(numel, dtype=dtype)
+        raw = torch.empty(numel, dtype=dtype, device="cpu")
         elements = raw.as_strided(inside.shape, row_major_strides(shape))
         return _Flight(self._begin(chunk.file, place, bytes_of(raw)), elements, target)
 

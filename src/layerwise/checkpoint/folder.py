@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -16,11 +17,13 @@ from layerwise.checkpoint.disk import PARTIAL, partial_of, read_manifest, sync_f
 from layerwise.checkpoint.loading import Loaded, load
 from layerwise.checkpoint.saving import Saving, finish_before, save_and_then
 from layerwise.comm.groups import Groups, derive_together, share
-from layerwise.errors import CheckpointError
+from layerwise.errors import CheckpointError, listed, warn
 from layerwise.optim.optimizer import Optimizer
 
 LATEST = "latest"
 """A file with the name of the last checkpoint, for people and scripts. Nobody here goes by it."""
+ASIDE = "aside"
+"""What checkpoints are called, behind their names, that are of no run that goes on."""
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -36,10 +39,12 @@ class Checkpoints:
         `layerwise.save`."""
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, or None for all, got {keep!r}.")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # one folder, wherever the process goes
         self.keep = keep
         self.background = background
         self._saving: Saving | None = None
+        self._last: int | None = None
+        """The step that this run has come to, as far as it was saved or loaded here."""
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint."""
@@ -56,11 +61,16 @@ class Checkpoints:
         step: int,
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
-        """`layerwise.save` under the name of a step; older ones than are to be kept go. Call it on every rank. A step of which
-        there is a checkpoint already is left as it is."""
+        """`layerwise.save` under the name of a step; older ones than are to be kept go. Call it on every rank. The step that was
+        loaded or saved last is left as it is. After going back to an earlier step, checkpoints behind it are of a run that was
+        given up: they are set aside under another name, with a warning."""
         engine, path = engine_of(model, optimizer), self.path_of(step)
         groups = engine.groups
         finish_before(engine)  # it may be of this step
+        derive_together(
+            groups, "checkpoints", lambda: self._set_aside(step) if groups.rank == 0 else None, lambda _: {}
+        )
+        self._last = step
         if not _first_says(groups, path.exists()):
             self._saving = save_and_then(
                 path, model, optimizer, extra, lambda: self._tidy(path), background=self.background
@@ -100,8 +110,9 @@ class Checkpoints:
         last = _first_says(groups, steps[-1] if steps else None)
         if step is None and last is None:
             return None
-        return load(
-            self.path_of(last if step is None else step),
+        chosen = last if step is None else step
+        loaded = load(
+            self.path_of(chosen),
             model,
             optimizer,
             extra=extra,
@@ -110,6 +121,27 @@ class Checkpoints:
             unused=unused,
             reset=reset,
         )
+        self._last = chosen
+        return loaded
+
+    def _set_aside(self, step: int) -> None:
+        """Rename checkpoints that are not of this run: `load()` would take one of them for its last, and the place of the coming
+        one may be taken."""
+        since = step - 1 if self._last is None or step < self._last else self._last
+        aside = []
+        for number, path in sorted(found(self.folder).items()):
+            if number > since:
+                names = (f"{path.name}.{ASIDE}{count or ''}" for count in itertools.count())
+                target = next(self.folder / name for name in names if not (self.folder / name).exists())
+                os.rename(path, target)
+                aside.append(target.name)
+        if aside:
+            sync_folder(self.folder)
+            where = "has loaded none of them" if self._last is None else f"went back before them, to step {since}"
+            warn(
+                f"{self.folder} had checkpoints of step {since + 1} or later, and this run {where}: they are called {listed(aside)} now. "
+                "Delete what nobody needs."
+            )
 
     def _tidy(self, newest: Path) -> None:
         """Say which is the last, and let go of the oldest, once it is certain that the newest is whole."""

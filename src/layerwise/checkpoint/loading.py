@@ -189,7 +189,8 @@ def _beside(
             raise CheckpointError(f"{folder}: what it has beside tensors of the model is malformed: {what}.") from None
     lacking = sorted(set(extra or {}) - set(values))
     if lacking:
-        raise CheckpointError(f"the checkpoint has no extra {listed(lacking)}: it has {listed(sorted(values))}.")
+        has = listed(sorted(values)) if values else "none at all"
+        raise CheckpointError(f"the checkpoint has no extra {listed(lacking)}: it has {has}.")
     for name, taker in (extra or {}).items():
         if not callable(getattr(taker, "load_state_dict", None)):
             raise TypeError(

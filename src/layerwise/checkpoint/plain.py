@@ -23,6 +23,10 @@ def to_plain(value: object, where: str, tensors: dict[str, Tensor], depth: int =
     if depth > _MOST_DEPTH:
         raise TypeError(f"{where[:80]}... is nested more than {_MOST_DEPTH} deep: a checkpoint holds plain values.")
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError(
+                f"{where} is a tensor of layout {value.layout}: a checkpoint holds dense ones. Pass to_dense() of it."
+            )
         key = where
         while key in tensors:  # a.b is the place of two things: names may have dots, and numbers read like them
             key += "'"

@@ -24,8 +24,9 @@ from layerwise.checkpoint.rates import options_of
 from layerwise.comm.errands import Errand
 from layerwise.comm.groups import Groups, derive_together
 from layerwise.engine.engine import Engine
-from layerwise.errors import CheckpointError, warn
+from layerwise.errors import CheckpointError, listed, warn
 from layerwise.memory.copies import Copies
+from layerwise.models.names import named_modules
 from layerwise.models.tracing import never_traced
 from layerwise.optim.optimizer import Optimizer
 from layerwise.routing.geometry import Box
@@ -107,12 +108,13 @@ def save_and_then(
     """`save`, and what the first rank does once the checkpoint has its name."""
     engine = engine_of(model, optimizer)
     contents = Contents(engine, optimizer)
-    groups, target = engine.groups, Path(path)
+    groups, target = engine.groups, Path(path).absolute()  # a thread writes it, whatever the folder is by then
     finish_before(engine)
     if optimizer is not None:
         optimizer.bring_up_to_date()
     else:
         engine.publisher.ensure_all()
+    _warn_of_left_out(engine)
     beside: dict[str, Tensor] = {}
     # Of what is beside tensors the first rank's is written, which must be everybody's.
     about = derive_together(
@@ -144,6 +146,22 @@ def save_and_then(
         return Saving(target, engine.errands.begin(write_aside))
     write(groups)
     return Saving(target, None)
+
+
+def _warn_of_left_out(engine: Engine) -> None:
+    """Say what of a module's state is in no checkpoint of ours."""
+    names = [
+        name or type(module).__name__
+        for chunk in engine.chunks
+        for name, module in named_modules(chunk)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if names:
+        warn(
+            f"get_extra_state() of {listed(names)} is not in the checkpoint, which has params, buffers and optimizer state: pass it in "
+            "extra=, and give it back after load().",
+            aloud=engine.groups.rank == 0,
+        )
 
 
 def finish_before(engine: Engine) -> None:

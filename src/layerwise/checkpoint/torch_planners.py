@@ -67,8 +67,8 @@ class TrainState:
     def __init__(self, model: nn.Module | None, optimizer: Optimizer) -> None:
         self._contents = Contents(engine_of(model, optimizer), optimizer)
         self._optimizer = optimizer
-        self._step = torch.zeros((), dtype=torch.int64)
-        self._scale = {name: torch.zeros((), dtype=torch.float64) for name in self._scaler_state()}
+        self._step = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._scale = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self._scaler_state()}
 
     def _scaler_state(self) -> dict[str, float]:
         scaler = self._optimizer.stepper.scaler

@@ -111,7 +111,10 @@ def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
                     f"{path} has {name!r} outside of the file, or with another size than its shape has."
                 )
             raw = bytearray(os.pread(descriptor, stop - start, 8 + length + start))
-            yield name, torch.frombuffer(raw, dtype=kind).view(shape) if raw else torch.empty(shape, dtype=kind)
+            yield (
+                name,
+                torch.frombuffer(raw, dtype=kind).view(shape) if raw else torch.empty(shape, dtype=kind, device="cpu"),
+            )
 
 
 def import_weights(weights: Path, states: list[Path], target: Path) -> int:

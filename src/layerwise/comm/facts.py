@@ -12,7 +12,8 @@ import torch.distributed as dist
 def gather_facts(
     facts: object, group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> list[Any]:
-    """Every rank's facts, in rank order. Tuples come back as lists."""
+    """Every rank's facts, in rank order, by way of tensors on a device (the CPU). Tuples come back as lists."""
+    device = torch.device("cpu") if device is None else device
     world = dist.get_world_size(group)
     mine = torch.tensor(list(json.dumps(facts, default=repr).encode()), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]

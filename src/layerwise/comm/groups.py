@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.facts import gather_facts
 from layerwise.comm.lifetimes import Made, collect_dropped, counted_alike, destroy_retired
+from layerwise.comm.waiting import PATIENCE_S, impatient
 from layerwise.errors import PlanMismatchError, StateError
 from layerwise.layout.difference import first_difference
 from layerwise.routing.spec import DENSE, DOMAINS, EXPERT
@@ -306,7 +308,8 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object], *, across_stag
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":"), default=repr).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(groups.world)]
-    dist.all_gather(everyone, mine, group=groups.control)
+    with _waiting(groups, what):
+        dist.all_gather(everyone, mine, group=groups.control)
     compared = [0 if across_stages else min(groups.stages[stage]) for stage in groups.stage_of]
     pairs = [(first, rank) for rank, first in enumerate(compared) if not torch.equal(everyone[first], everyone[rank])]
     # Every rank of a stage may have failed alike: then its peers agree, and only the other stages do not know.
@@ -320,6 +323,14 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object], *, across_stag
     raise PlanMismatchError(
         f"ranks {first} and {other} derived different {what}: {first_difference(gathered[first], gathered[other])}. "
         "Build the same model with the same settings on every rank."
+    )
+
+
+def _waiting(groups: Groups, what: str) -> AbstractContextManager[None]:
+    """Where ranks meet to compare something: one that comes alone says so."""
+    return impatient(
+        f"rank {groups.rank} has waited {PATIENCE_S:.0f} s for other ranks, to compare {what} with theirs: every rank has to make this "
+        "call, and none must skip it, as after 'if rank == 0:'."
     )
 
 
@@ -377,7 +388,8 @@ def share(groups: Groups, derive: Callable[[], Mapping[str, object]]) -> list[Ma
         if error is not None:
             raise error
         return [mine]
-    gathered = gather_facts(dict(mine), groups.control)
+    with _waiting(groups, "facts"):
+        gathered = gather_facts(dict(mine), groups.control)
     if error is not None:
         raise error
     for rank, theirs in enumerate(gathered):

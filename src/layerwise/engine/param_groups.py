@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from layerwise.config.rules import RULES_BY_KIND, Rule, tp_mode_of
+from layerwise.config.rules import RULES_BY_KIND, Rule, plain_option, tp_mode_of
 from layerwise.errors import StateError, did_you_mean
 from layerwise.layout.blocks import count_blocks
 from layerwise.layout.plan import Plan
@@ -105,6 +105,15 @@ def check_planned(planned: Mapping[str, Sequence[object]], groups: Iterable[Mapp
     for name, values in planned_options(groups).items():
         if values != planned[name]:
             raise StateError(f"{name} was changed after construction: {PLANNED[name]}. Build a new Optimizer.")
+
+
+def in_words(group: Mapping[str, object]) -> dict[str, str]:
+    """The options of a live param group. Its name is no option: a tied weight may be under another rule elsewhere."""
+    return {
+        name: repr(plain_option(value))
+        for name, value in sorted(group.items())
+        if name not in ("params", "fqns", "name")
+    }
 
 
 def live_rule(index: int, group: Mapping[str, object]) -> Rule:

@@ -24,17 +24,15 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.leaving import before_exit
 from layerwise.comm.scopes import scope
+from layerwise.comm.waiting import impatient
 from layerwise.engine.compiled import CompiledReads
 from layerwise.engine.gather_order import GatherOrder
-from layerwise.errors import StateError, warn
+from layerwise.errors import StateError
 from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.schedule import CommOp, publish_op
 from layerwise.memory.replicas import Replica
 from layerwise.memory.stale import StaleGuard
 from layerwise.memory.storage import Storage
-
-_PATIENCE_S = 10.0
-"""After how long a rank that reads a weight says what it is waiting for."""
 
 
 class Publisher:
@@ -198,15 +196,11 @@ class Publisher:
             f"{name!r} is read on this rank, which waits for the other ranks to read it too. If they wait for this one, call "
             "model.ensure() on every rank first, or pass prefetch=None to DataParallel."
         )
-        timer = threading.Timer(_PATIENCE_S, warn, (hint,))
-        timer.daemon = True
-        timer.start()
         try:
-            yield
+            with impatient(hint):
+                yield
         except RuntimeError as error:
             raise StateError(hint) from error
-        finally:
-            timer.cancel()
 
     def _check_process(self) -> None:
         """What gathers are made of, threads and connections, a forked process does not have: it would wait for ever."""

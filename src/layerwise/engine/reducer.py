@@ -34,7 +34,7 @@ class StepCount:
     def __init__(self) -> None:
         self.assumed = 0
         """As if a step of which it is not known yet had been taken."""
-        self.as_tensor = torch.zeros(())
+        self.as_tensor = torch.zeros((), device="cpu")
         """The same, as torch's optimizers keep it with their state."""
         self.look_back: Callable[[], None] = lambda: None
         """Called by whoever has to know."""

@@ -118,6 +118,7 @@ class StatsPass:
                 for stage, fqn in self._entries
             ],
             dtype=torch.float64,
+            device="cpu",
         ).tolist()
         # Where ranks hold different experts under one name, one count is of several params.
         apart = {fqn for shard in engine.plan.own for fqn in shard.fqns if shard.world < engine.plan.world}
@@ -130,7 +131,8 @@ class StatsPass:
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
         # Memory that the device reads and writes by itself: the host waits once, for what comes back.
         self._known, self._found = (
-            torch.zeros(self.numel, dtype=torch.float64, pin_memory=self._device.type == "cuda") for _ in range(2)
+            torch.zeros(self.numel, dtype=torch.float64, pin_memory=self._device.type == "cuda", device="cpu")
+            for _ in range(2)
         )
         self._known_parts = self._parts(self._known)
         self._known_part = slice(self._sizes.groups + self._sizes.zeros, self.numel - self._sizes.nonfinite)
@@ -237,7 +239,7 @@ class StatsPass:
             scaled[self._stage], unscaled[self._stage] = float(mine.is_scaled), float(mine.is_unscaled)
         problems = [float(mine is not None and mine.has_problem)]
         numbers = [*problems, *scaled, *unscaled, *words, *(word * word for word in words)]
-        self._known[self._known_part.start :][: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        self._known[self._known_part.start :][: len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def _parts(self, vector: Tensor) -> _Parts:
         return _Parts(*torch.split(vector, list(self._sizes)))

@@ -179,7 +179,7 @@ def _is_exact(device: torch.device, format: BlockFormat) -> bool:
     from layerwise.kernels.triton_codec import fused_encode
 
     bits = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)  # all there are
-    spread = bits[torch.randperm(bits.numel(), generator=torch.Generator().manual_seed(0)).to(device)]
+    spread = bits[torch.randperm(bits.numel(), generator=torch.Generator().manual_seed(0), device="cpu").to(device)]
     finite = spread.nan_to_num(1.0, 2.0, -2.0).view(2, 128, 256)
     for x in (finite, spread.view(2, 128, 256), finite[:, :104, :152].contiguous()):
         found, expected = ([Codes.empty(tuple(y.shape), format, device) for y in (x, x.mT)] for _ in range(2))

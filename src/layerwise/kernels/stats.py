@@ -20,7 +20,7 @@ def square_sums(spans: Tensors) -> Tensor:
     of the clip coefficient.
     """
     if not spans:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     device = facts_of(spans).device
     if has_own_kernels(device):
         from layerwise.kernels.triton_stats import fused_square_sums
@@ -58,7 +58,7 @@ def group_sums(values: Tensor, group_of: Tensor, num_groups: int) -> Tensor:
     """The sum of the values of each group, always in the same order, so that runs repeat to the bit."""
     if values.is_cuda:  # there `index_add_` adds in the order in which its threads arrive
         return masked_sums(values, group_of, num_groups)
-    return torch.zeros(num_groups, dtype=values.dtype).index_add_(0, group_of, values)
+    return torch.zeros(num_groups, dtype=values.dtype, device="cpu").index_add_(0, group_of, values)
 
 
 def masked_sums(values: Tensor, group_of: Tensor, num_groups: int) -> Tensor:

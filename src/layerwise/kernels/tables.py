@@ -64,10 +64,10 @@ def row_table(rows: Iterable[Iterable[int]], place: Place) -> Tensor:
 
 def block_table(counts: Sequence[int], place: Place) -> Tensor:
     """For every block, its tensor's number and its own number in it, as number * 2^32 + block; tensors in order."""
-    count = torch.tensor(counts, dtype=torch.int64)
+    count = torch.tensor(counts, dtype=torch.int64, device="cpu")
     starts = count.cumsum(0) - count
-    owner = torch.repeat_interleave(torch.arange(len(counts)), count)
-    return _sent((owner << 32) + torch.arange(len(owner)) - starts[owner], place[0])
+    owner = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), count)
+    return _sent((owner << 32) + torch.arange(len(owner), device="cpu") - starts[owner], place[0])
 
 
 class Blocks(NamedTuple):

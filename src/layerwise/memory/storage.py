@@ -4,6 +4,7 @@ own memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,27 @@ def one_device(params: Mapping[str, nn.Parameter]) -> torch.device:
             "initialise) before wrapping it."
         )
     return device
+
+
+def check_held(held: Mapping[str, Tensor]) -> None:
+    """Raise for what cannot be trained where it is: values of inference mode, and memory that several params share without being
+    one. Each of those would be updated by itself, and have memory of its own once weights lie in buffers."""
+    unfit = next((fqn for fqn, tensor in held.items() if tensor.is_inference()), None)
+    if unfit is not None or torch.is_inference_mode_enabled():
+        what = "the Optimizer or its model is being built" if unfit is None else f"param {unfit!r} was made"
+        raise ValueError(
+            f"{what} within torch.inference_mode(): nothing from there can be trained. Build it outside, or under torch.no_grad()."
+        )
+    plain = ((fqn, tensor) for fqn, tensor in held.items() if type(tensor) in (Tensor, nn.Parameter))
+    places = sorted(
+        (tensor.data_ptr(), tensor.nbytes, fqn) for fqn, tensor in plain if tensor.numel() and tensor.is_contiguous()
+    )
+    for (start, nbytes, one), (next_start, _, other) in pairwise(places):
+        if next_start < start + nbytes:
+            raise ValueError(
+                f"params {one!r} and {other!r} lie in the same memory and are two params: each would be updated by itself. To tie "
+                "weights, have both modules hold one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data)."
+            )
 
 
 def refuse_sparse(fqn: str, grad: Tensor) -> None:
@@ -104,6 +126,7 @@ class Storage:
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the replicas' grads, where those stay
         self._full_grads: list[Tensor | None] = []
         self.device = one_device(self.params) if self.params else other
+        check_held(self.held)
         self.replicas = self._replicas()
         self.shards: tuple[Shard, ...] = tuple(replica.shard for replica in self.replicas) or tuple(
             self._own_shard(shard) for shard in plan.shards

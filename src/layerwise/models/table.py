@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from layerwise.dtypes import DType
 from layerwise.kernels.stored import codes_nbytes_of, recipe_of
@@ -191,6 +192,11 @@ def _chunk_specs(
     to_labels = label_heads(module, modules, blocks)
     routers, inputs = routers_of(modules), input_convolutions(modules, blocks)
     for fqn, param in names.named_parameters(module):
+        if is_lazy(param):
+            raise ValueError(
+                f"param {prefix + fqn!r} has no shape yet ({type(modules[fqn.rpartition('.')[0]]).__name__}): run a batch through the "
+                "module first."
+            )
         aliases = tuple(name for name in names_by_id[id(param)] if name != fqn)
         place = place_of(modules, fqn)
         holder = modules[place.holder]

@@ -14,11 +14,19 @@ from layerwise.comm.groups import ProcessGroup, agree, any_rank, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
-from layerwise.config.rules import Rule, plain_option
+from layerwise.config.rules import Rule
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.norm_groups import assign_norm_groups
-from layerwise.engine.param_groups import PLANNED, check_planned, live_rule, plan_groups, planned_options, uncut
+from layerwise.engine.param_groups import (
+    PLANNED,
+    check_planned,
+    in_words,
+    live_rule,
+    plan_groups,
+    planned_options,
+    uncut,
+)
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.step import Stepper
@@ -31,7 +39,7 @@ from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
-from layerwise.optim.state import STEP, ExtraState, describe_spans, export_state, fit_state, say_part
+from layerwise.optim.state import STEP, ExtraState, after_hooks, describe_spans, export_state, fit_state, say_part
 from layerwise.optim.whole import part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
 
@@ -286,8 +294,6 @@ class Optimizer(torch.optim.Optimizer):
         engine.check_bound()
         refuse_apart(engine)
         self.bring_up_to_date()
-        if engine.plan.options.memory == "params":
-            return  # a single process has the whole
         keep = to == engine.groups.rank
         whole = put_together(self._state_by_fqn, engine.storage, self._at_home, engine.everyone, keep=keep)
         self._whole = whole if keep else None
@@ -299,6 +305,7 @@ class Optimizer(torch.optim.Optimizer):
         it on every rank."""
         engine = self.engine
         engine.check_bound()
+        state_dict = after_hooks(self, state_dict)
         engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
         engine.storage.take_back()
         fitting = derive_together(
@@ -310,6 +317,8 @@ class Optimizer(torch.optim.Optimizer):
         with self.replacing_state(fitting.extra["step"], fitting.extra["loss_scale"]) as follow:
             fitting.write(self)
             follow()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     @contextmanager
     def replacing_state(self, step: int, loss_scale: Mapping[str, float] | None) -> Iterator[Callable[[], None]]:
@@ -382,19 +391,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settings(self) -> dict[str, object]:
         groups = enumerate(self.param_groups)
-        return {"groups": [{"label": f"param group {index}", **_in_words(group)} for index, group in groups]}
+        return {"groups": [{"label": f"param group {index}", **in_words(group)} for index, group in groups]}
 
     def _tie_settings(self) -> dict[str, dict[str, str]]:
         mine, norm_group_of = self.engine.groups.stage, self._planned.norm_group_of
         here = {tie: copies[mine] for tie, copies in self.engine.roster.copies.items() if mine in copies}
         group_of = {fqn: group for group in self.param_groups for fqn in group["fqns"]} if here else {}
-        return {tie: {**_in_words(group_of[fqn]), "norm group": norm_group_of[fqn]} for tie, fqn in here.items()}
-
-
-def _in_words(group: Mapping[str, object]) -> dict[str, str]:
-    """The options of a live param group. Its name is no option: a tied weight may be under another rule elsewhere."""
-    return {
-        name: repr(plain_option(value))
-        for name, value in sorted(group.items())
-        if name not in ("params", "fqns", "name")
-    }
+        return {tie: {**in_words(group_of[fqn]), "norm group": norm_group_of[fqn]} for tie, fqn in here.items()}

@@ -75,6 +75,15 @@ def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: boo
     return {**state_dict, "param_groups": plain, KEY: {**extra, WHOLE: True} if whole else extra}
 
 
+def after_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, object]) -> dict[str, object]:
+    """What hooks that were registered for it make of a state dict before it is loaded. The user's own stays as it is."""
+    state_dict = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        found = hook(optimizer, state_dict)
+        state_dict = state_dict if found is None else found
+    return state_dict
+
+
 class Fitting(NamedTuple):
     """A state dict that was found to fit: what goes where, not yet written."""
 
@@ -138,7 +147,9 @@ class _Saved(NamedTuple):
         for key in ("state", "param_groups", KEY):
             if key not in state_dict and not (key == KEY and steps):
                 raise ValueError(
-                    f"state dict has no {key!r}: expected one that layerwise.Optimizer.state_dict() wrote."
+                    f"state dict has no {key!r}: expected one that layerwise.Optimizer.state_dict() wrote. torch's get_state_dict() "
+                    "leaves out what is not its own: of a DataParallel save layerwise.TrainState with torch.distributed.checkpoint, "
+                    "or call layerwise.save() and load()."
                 )
         # torch's distributed checkpoints know of state and param groups only.
         extra = state_dict.get(KEY, mine)
@@ -168,7 +179,10 @@ def _check_group(index: int, group: Mapping[str, Any], theirs: Mapping[str, Any]
 def _matched(fqn: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Every tensor of a param with what goes into it; raises if they do not fit."""
     if set(mine) != set(theirs):
-        raise ValueError(f"state dict has {sorted(theirs)} for param {fqn!r}: expected {sorted(mine)}.")
+        raise ValueError(
+            f"state dict has {sorted(theirs)} for param {fqn!r}: expected {sorted(mine)}. It is that of a model in another wrapper, "
+            "of another dtype or with another rule; layerwise.save() and load() go between wrappers and dtypes."
+        )
     found = []
     for name, target in mine.items():
         if name == STEP:

@@ -66,6 +66,8 @@ def put_together(
     for fqn, tensors in sorted(state.items()):
         param = storage.params[fqn]
         for name, own in sorted(tensors.items()):
+            if name == STEP:
+                continue  # said once, beside
             home = at_home.get((fqn, name))
             shape = tuple(param.shape) if home is None else home.shape
             full = torch.zeros(math.prod(shape), dtype=own.dtype, device=own.device)
@@ -73,10 +75,10 @@ def put_together(
                 if home.first == communicator.rank:
                     full.copy_(own.reshape(-1))
             else:
-                offset = 0
+                offset, flat = 0, own.reshape(-1)
                 for span, is_first in parts.get(fqn, ()):
                     if is_first:
-                        full[span.start : span.stop] = own[offset : offset + span.numel]
+                        full[span.start : span.stop] = flat[offset : offset + span.numel]
                     offset += span.numel
             communicator.add_bits(full.view(torch.int32), label=f"{name} of {fqn}")
             if keep:
@@ -106,7 +108,7 @@ def part_of(
                 for name, full in entry.items()
             }
             if STEP in own:
-                state[key][STEP] = torch.tensor(float(theirs["step"]))
+                state[key][STEP] = torch.tensor(float(theirs["step"]), device="cpu")
     own_place = {name: value for name, value in extra.items() if name not in ("step", "loss_scale")}
     return {**state_dict, "state": state, KEY: {**theirs, **own_place}}
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import layerwise
+from layerwise.comm import waiting
 from layerwise.comm.handles import Handle
-from layerwise.engine import publisher
 from layerwise.engine.publisher import Publisher
 from layerwise.errors import StateError
 from layerwise.memory.replicas import Replica
@@ -72,15 +72,15 @@ def test_a_rank_that_reads_alone_is_told_what_it_waits_for(
     model, _ = stale(RuntimeError("timed out"), prefetch=1)
     with pytest.raises(StateError, match=hint):
         read(model)
-    monkeypatch.setattr(publisher, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.01)
     model, work = stale(prefetch=1)
-    say = publisher.warn
+    say = waiting.warn
 
     def arrive_once_it_was_said(text: str) -> None:
         say(text)
         work.arrived.set()
 
-    monkeypatch.setattr(publisher, "warn", arrive_once_it_was_said)
+    monkeypatch.setattr(waiting, "warn", arrive_once_it_was_said)
     anyway = threading.Timer(60.0, work.arrived.set)  # nobody waits for ever if it never is
     anyway.start()
     with pytest.warns(UserWarning, match=hint):

@@ -1,0 +1,113 @@
+"""What users of torch's optimizers are used to: hooks, default devices, weights that are tied, modules that are not ready yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import layerwise
+
+WRAPS = pytest.mark.parametrize("wrap", [lambda module: module, layerwise.DataParallel], ids=["plain", "DataParallel"])
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def optimizer_of(model: nn.Module, **more: Any) -> layerwise.Optimizer:
+    return layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1), **more)
+
+
+def train(model: nn.Module, optimizer: layerwise.Optimizer, x: torch.Tensor, steps: int = 2) -> None:
+    for _ in range(steps):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@WRAPS
+def test_hooks_of_loading_run_and_may_replace_what_is_loaded(wrap: Wrap) -> None:
+    model = wrap(build())
+    optimizer = optimizer_of(model)
+    train(model, optimizer, torch.ones(2, 8))
+    kept = optimizer.state_dict()
+    assert isinstance(kept["param_groups"], list)
+    calls: list[str] = []
+
+    def replaced(hooked: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        calls.append(f"before, lr {state_dict['param_groups'][0]['lr']}")
+        first, *others = state_dict["param_groups"]
+        state_dict["param_groups"] = [{**first, "lr": 0.5}, *others]
+        return state_dict
+
+    def seen(hooked: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        calls.append(f"before, lr {state_dict['param_groups'][0]['lr']}")
+
+    optimizer.register_load_state_dict_pre_hook(replaced)
+    optimizer.register_load_state_dict_pre_hook(seen)
+    optimizer.register_load_state_dict_post_hook(
+        lambda hooked: calls.append(f"after, lr {hooked.param_groups[0]['lr']}")
+    )
+    optimizer.load_state_dict(kept)
+    assert calls == ["before, lr 0.1", "before, lr 0.5", "after, lr 0.5"]
+    assert kept["param_groups"][0]["lr"] == 0.1  # the user's own is as it was
+
+
+@WRAPS
+def test_a_default_device_is_the_users(tmp_path: Path, wrap: Wrap) -> None:
+    """As of who has set_default_device("cuda"), and a model, or a part of our work, on the CPU."""
+    module, x = build(), torch.ones(2, 8)
+    torch.set_default_device("meta")
+    try:
+        model = wrap(module)
+        optimizer = optimizer_of(model, clip_grad_norm=1.0, count_zeros=True)
+        train(model, optimizer, x)
+        layerwise.save(tmp_path / "one", model, optimizer)
+        train(model, optimizer, x)
+        layerwise.load(tmp_path / "one", model, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.stats.grad_norm > 0
+    finally:
+        torch.set_default_device("cpu")
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    assert optimizer.state_dict()["layerwise"]["step"] == 2  # type: ignore[index]
+
+
+@WRAPS
+def test_weights_that_share_memory_and_are_two_params_are_refused(wrap: Wrap) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight.data = module[0].weight.data
+    with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' lie in the same memory and are two params"):
+        optimizer_of(wrap(module))
+    module[1].weight = module[0].weight
+    model = wrap(module)
+    train(model, optimizer_of(model), torch.ones(2, 4))
+    assert module[0].weight is module[1].weight
+
+
+@WRAPS
+def test_parts_of_one_tensor_are_params_of_their_own(wrap: Wrap) -> None:
+    flat = torch.randn(32)
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for layer, part in zip(module, flat.split(16), strict=True):
+        layer.weight.data = part.view(4, 4)
+    model = wrap(module)
+    train(model, optimizer_of(model), torch.ones(2, 4))
+
+
+@WRAPS
+def test_what_cannot_be_trained_yet_is_named(wrap: Wrap) -> None:
+    with pytest.raises(ValueError, match=r"param '0.weight' has no shape yet \(LazyLinear\): run a batch"):
+        optimizer_of(wrap(nn.Sequential(nn.LazyLinear(4))))
+    with torch.inference_mode():
+        made = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match=r"within torch.inference_mode\(\)"):
+            optimizer_of(wrap(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"param 'weight' was made within torch.inference_mode\(\)"):
+        optimizer_of(wrap(made))

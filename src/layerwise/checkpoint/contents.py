@@ -81,6 +81,8 @@ class ParamFacts(NamedTuple):
     """How it breaks into matrices, of which homes keep state; nothing where they keep none."""
     aliases: list[str]
     """Other names of it."""
+    begun: int = 0
+    """The step after which its optimizer state began."""
 
 
 def state_key(name: str, kind: str) -> str:
@@ -228,6 +230,7 @@ class Contents:
                 FROZEN if not param.trainable else "" if rule is None else rule.kind,
                 _split_of(plan.routes[param.fqn], param.shape) if keeps else [],
                 [self._plain(name) for name in (*param.aliases, *self._other_copies(param.fqn))],
+                self.engine.count.begun.get(param.fqn, 0),
             )
         return found
 

@@ -51,6 +51,8 @@ class Reads(NamedTuple):
     model: list[Read]
     """Masters, and what is not trained. What forward reads follows when this is there."""
     state: list[Read]
+    begun: dict[str, int]
+    """After which step the state of each param of this rank began, by its name in the plan."""
 
 
 class Names:
@@ -86,13 +88,15 @@ def _facts_of(manifest: Manifest) -> dict[str, ParamFacts]:
             isinstance(facts.rule, str)
             and all(len(matrix) == 4 and isinstance(matrix[2], list) for matrix in facts.split)
             and all(isinstance(alias, str) for alias in facts.aliases)
+            and type(facts.begun) is int
+            and 0 <= facts.begun <= manifest.step
             for facts in found.values()
         )
     except (AttributeError, KeyError, TypeError):
         right = False
     if not right:
         raise CheckpointError(
-            "what the checkpoint says of params is malformed: expected shape, rule, split and aliases."
+            "what the checkpoint says of params is malformed: expected shape, rule, split, aliases and a step."
         )
     return found
 
@@ -109,7 +113,7 @@ def fit(contents: Contents | BareModule, manifest: Manifest, policy: Policy, els
             f"the checkpoint does not fit the model ({len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was "
             f"changed):\n{shown}{more}\nrename=, missing=, unused= and reset= say what to do about such differences."
         )
-    found = Reads(list(fitting.of_model()), list(fitting.of_state()))
+    found = Reads(list(fitting.of_model()), list(fitting.of_state()), fitting.begun())
     for read in (*found.model, *found.state):
         _check_alike(manifest, read)
     return found
@@ -139,7 +143,7 @@ class _Fitting:
         self, contents: Contents | BareModule, manifest: Manifest, policy: Policy, elsewhere: Collection[str]
     ) -> None:
         self._contents, self._entries, self._policy = contents, manifest.entries, policy
-        self._about = manifest.about
+        self._about, self._step = manifest.about, manifest.step
         self._names = Names(manifest, policy)
         self._params = contents.facts()
         self._buffers = {name: shape for name, shape in contents.constant_shapes().items() if name not in self._params}
@@ -219,6 +223,17 @@ class _Fitting:
             name = part.key.removeprefix(f"{MODEL}.")
             if self._is_there(name, part.shape):
                 yield Read(f"{MODEL}.{self._names.theirs(name)}", part)
+
+    def begun(self) -> dict[str, int]:
+        """Where state starts anew, after the step of the checkpoint."""
+        if not isinstance(self._contents, Contents):
+            return {}
+        found = {}
+        for fqn in self._contents.rules:
+            name = self._contents.name_of(fqn)
+            said = self._names.facts.get(self._names.theirs(name), _BUFFER)
+            found[fqn] = said.begun if name in self._takes_state else self._step
+        return found
 
     def of_state(self) -> Iterator[Read]:
         """State that has nothing to go on from starts anew, whatever was there."""

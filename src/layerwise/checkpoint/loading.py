@@ -102,7 +102,7 @@ def load(
     beside = derive_together(
         groups, "checkpoints", lambda: _beside(contents, folder, manifest, names, extra), lambda _: {}
     )
-    with Reader(folder, manifest) as reader, _replacing(contents, manifest.step, beside.scale) as follow:
+    with Reader(folder, manifest) as reader, _replacing(contents, manifest.step, beside.scale, reads.begun) as follow:
         _write(groups, reader, reads.model)
         follow()
         _write(groups, reader, reads.state)  # while weights are on their way
@@ -230,11 +230,11 @@ def _generators_of(engine: Engine, reader: Reader, manifest: Manifest) -> dict[s
 
 @contextmanager
 def _replacing(
-    contents: Contents | BareModule, step: int, scale: Mapping[str, float] | None
+    contents: Contents | BareModule, step: int, scale: Mapping[str, float] | None, begun: Mapping[str, int]
 ) -> Iterator[Callable[[], None]]:
     """In here weights, masters and state are written. What forward reads follows when this is called."""
     if contents.optimizer is not None:
-        with contents.optimizer.replacing_state(step, scale) as follow:
+        with contents.optimizer.replacing_state(step, scale, begun) as follow:
             yield follow
     elif isinstance(contents, Contents):
         contents.engine.publisher.ensure_all()

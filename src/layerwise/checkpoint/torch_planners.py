@@ -23,7 +23,7 @@ from layerwise.checkpoint.contents import Contents, Part, engine_of
 from layerwise.checkpoint.loading import check_published
 from layerwise.optim.optimizer import Optimizer
 
-_STEP, _LOSS_SCALE = "layerwise.step", "layerwise.loss_scale"
+_STEP, _LOSS_SCALE, _BEGUN = "layerwise.step", "layerwise.loss_scale", "layerwise.begun"
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class TrainState:
         self._optimizer = optimizer
         self._step = torch.zeros((), dtype=torch.int64, device="cpu")
         self._scale = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self._scaler_state()}
+        self._begun = {fqn: torch.zeros((), dtype=torch.int64, device="cpu") for fqn in self._contents.rules}
 
     def _scaler_state(self) -> dict[str, float]:
         scaler = self._optimizer.stepper.scaler
@@ -81,17 +82,21 @@ class TrainState:
         self._step.fill_(self._contents.engine.count.steps)
         for name, value in self._scaler_state().items():
             self._scale[name].fill_(value)
+        for fqn, tensor in self._begun.items():
+            tensor.fill_(self._contents.engine.count.begun.get(fqn, 0))
         found: dict[str, list[Part]] = {}
         for part in self._contents.parts():
             found.setdefault(part.key, []).append(part)
         numbers = {_STEP: self._step, **{f"{_LOSS_SCALE}.{name}": value for name, value in self._scale.items()}}
+        numbers |= {f"{_BEGUN}.{self._contents.name_of(fqn)}": tensor for fqn, tensor in self._begun.items()}
         return {**numbers, **{key: Boxes(tuple(parts)) for key, parts in found.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """What was loaded is there already; weights follow masters now, on every rank."""
         scale = {name: float(value) for name, value in self._scale.items()}
-        with self._optimizer.replacing_state(int(self._step), scale or None) as follow:
+        begun = {fqn: int(tensor) for fqn, tensor in self._begun.items()}
+        with self._optimizer.replacing_state(int(self._step), scale or None, begun) as follow:
             follow()
             check_published(self._contents.engine)
 
@@ -124,6 +129,10 @@ class LoadPlanner(DefaultLoadPlanner):
         flat, _ = flatten_state_dict(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)  # which forgets what it does not know
         self.state_dict.update({key: value for key, value in flat.items() if isinstance(value, Boxes)})
+        # Older checkpoints do not say when the state of params began: with the model's.
+        known = {} if metadata is None else metadata.state_dict_metadata
+        for key in [key for key in self.state_dict if f"{_BEGUN}." in key and key not in known]:
+            self.state_dict.pop(key).zero_()
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         own = self.state_dict[index.fqn]

@@ -20,9 +20,10 @@ from layerwise.comm.groups import Domain, Groups, ProcessGroup, check_reach, der
 from layerwise.comm.machines import on_one_machine
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.comm.sharded import is_sharded, local_of, reshard
+from layerwise.engine.count import StepCount
 from layerwise.engine.gradients import CopiedGradients, Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
-from layerwise.engine.reducer import GradReducer, StepCount
+from layerwise.engine.reducer import GradReducer
 from layerwise.engine.traffic import Traffic
 from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.layout.meshes import Placed, copied_on
@@ -179,11 +180,10 @@ class Engine:
         self.traffic = Traffic()
         self.count = StepCount()
         self.errands = Errands(groups)
-        checked = settings.check_collectives
         self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step, groups.made)
         self._on_one_machine = on_one_machine(groups)
         self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
-        ties = tie_groups(groups, self.roster.stages_by_tie, checked=checked)
+        ties = tie_groups(groups, self.roster.stages_by_tie, checked=settings.check_collectives)
         self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
         for shard in self.plan.shards:
             if shard.world != self.communicators[shard.domain].world:

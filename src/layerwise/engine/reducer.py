@@ -17,6 +17,7 @@ from torch import Tensor
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.scopes import scope
 from layerwise.engine.arrivals import Expected
+from layerwise.engine.count import StepCount
 from layerwise.engine.gradients import Said
 from layerwise.engine.progress import BucketPhase, Flight, Progress
 from layerwise.engine.reductions import predivisor, reduction_of
@@ -26,28 +27,6 @@ from layerwise.layout.schedule import tie_op
 from layerwise.memory.replicas import Replica
 from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage
-
-
-class StepCount:
-    """Steps taken so far; there is one count for a model."""
-
-    def __init__(self) -> None:
-        self.assumed = 0
-        """As if a step of which it is not known yet had been taken."""
-        self.as_tensor = torch.zeros((), device="cpu")
-        """The same, as torch's optimizers keep it with their state."""
-        self.look_back: Callable[[], None] = lambda: None
-        """Called by whoever has to know."""
-
-    @property
-    def steps(self) -> int:
-        self.look_back()
-        return self.assumed
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        self.assumed = count
-        self.as_tensor.fill_(count)
 
 
 class GradReducer:

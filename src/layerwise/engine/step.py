@@ -76,6 +76,7 @@ class Stepper:
         self.scaler = LossScaler(plan.loss_scale) if plan.loss_scale is not None else None
         self._clipper = Clipper(engine, plan.watched) if plan.watched is not None else None
         self._measure = Measure(engine, plan, self.scaler, self._clipper)
+        engine.count.start(0, {})  # an optimizer before this one may have counted
         self.update = Update(
             engine, plan.groups, plan.norm_group_of, self.schedule, wire_dtypes, exchange=plan.has_matrix_rule
         )
@@ -84,7 +85,6 @@ class Stepper:
         self._decides_later = self._may_decide_later()
         self._half_way = ""
         self._untold: list[Callable[[], None]] = []
-        engine.count.steps = 0  # an optimizer before this one may have counted
         self._is_stepping = False
         engine.gradients.when_dropped = _weakly(self, Stepper.agree_to_drop)
         engine.count.look_back = _weakly(self, Stepper.look_back)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -13,12 +13,13 @@ from torch import Tensor
 from layerwise.comm.scopes import scope
 from layerwise.dtypes import DType
 from layerwise.engine.algorithms import ELEMENTWISE, MATRIX, LiveOptions, Runs, number, products_of
+from layerwise.engine.bunches import bunches_of, parts_of, states_of
 from layerwise.engine.engine import Engine
 from layerwise.engine.exchanger import Batch, Cohort, OwnedRegion, Passage
 from layerwise.engine.factors import Factors
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.param_groups import GroupPlan
-from layerwise.engine.runs import Run, pieces, runs_of
+from layerwise.engine.runs import Run, runs_of
 from layerwise.kernels.elementwise import couple_, look_at, scale_, subtract_scaled_
 from layerwise.kernels.lists import Cuts, Kept, Tensors, Views
 from layerwise.kernels.recorded import Recorder
@@ -26,7 +27,6 @@ from layerwise.kernels.verdicts import ONE, Factor, Scale
 from layerwise.layout.schedule import CommSchedule, staggered
 from layerwise.layout.spans import Span
 from layerwise.memory.parts import UpdateParts
-from layerwise.memory.shards import Shard
 
 
 class _Direct(NamedTuple):
@@ -67,14 +67,8 @@ class Update:
         self._device = engine.storage.device
         self._groups = groups
         self._recorder = Recorder()
-        self._matrix_groups, self._other_groups = (
-            [index for index, group in enumerate(groups) if group.rule.is_matrix_rule is wanted]
-            for wanted in (True, False)
-        )
         self._group_of = {fqn: index for index, group in enumerate(groups) for fqn in group.fqns}
         self._allocate_state()
-        runs = [run for shard in self._shards for run in runs_of(shard, self._group_of)]
-        self._runs = [[run for run in runs if run.group == index] for index in range(len(groups))]
         self._norm_groups = [{norm_group_of[fqn] for fqn in group.fqns} for group in groups]
         """Of every param group: one, nearly always."""
         self._scales: list[Scale] = [1.0] * len(groups)
@@ -100,18 +94,16 @@ class Update:
         ]
         every = [cohort for cohorts in self._cohorts for cohort in cohorts]
         # Masters and state stay where they are; updates may be other tensors in every step.
-        self._masters = [Kept(run.of(run.shard.master) for run in members) for members in self._runs]
         self._staying, self._returning = (
             {cohort: Kept(region.master for region in regions_of(cohort)) for cohort in every}
             for regions_of in (attrgetter("staying"), attrgetter("returning"))
         )
         """Masters of what stays where it is in each cohort, and of what comes back."""
         self._direct = {cohort: self._direct_of(cohort) for cohort in every}
-        left = self._left_over()
-        self._states = [self._states_of(index, members) for index, members in enumerate(left)]
-        self._parts = [self._parts_of(members) for members in left]
+        self.arrange(engine.count.begun)
         self._direct_parts = {
-            cohort: [self._parts_of(direct.runs) for direct in found] for cohort, found in self._direct.items()
+            cohort: [parts_of(direct.runs, stay=self._keeps_updates) for direct in found]
+            for cohort, found in self._direct.items()
         }
         self._grads: list[Views] = []
         self._direct_grads: dict[Cohort, list[Views]] = {}
@@ -140,14 +132,10 @@ class Update:
         number_of = {fqn: names.index(norm_group_of[fqn]) if fqn in mixed else others for fqn in self._group_of}
         runs = [run for shard in self._shards for run in runs_of(shard, number_of)]
         return {
-            name: self._parts_of(run for run in runs if run.group == number)
+            name: parts_of((run for run in runs if run.group == number), stay=self._keeps_updates)
             for number, name in enumerate(names)
             if any(run.group == number for run in runs)
         }
-
-    def _states_of(self, group: int, runs: Iterable[Run]) -> dict[str, list[Tensor]]:
-        names = self._groups[group].rule.state_names
-        return {name: Kept(run.of(run.shard.state[name]) for run in runs) for name in names}
 
     def _direct_of(self, cohort: Cohort) -> list[_Direct]:
         runs = [
@@ -159,33 +147,18 @@ class Update:
         for group in sorted({run.group for run in runs}):
             places = [place for place, run in enumerate(runs) if run.group == group]
             own = [runs[place] for place in places]
-            found.append(_Direct(group, own, self._states_of(group, own), cohort.directly(places)))
+            found.append(_Direct(group, own, states_of(self._groups[group].rule, own), cohort.directly(places)))
         return found
 
-    def _parts_of(self, runs: Iterable[Run]) -> UpdateParts:
-        return UpdateParts(((run.shard, slice(run.start, run.stop)) for run in runs), stay=self._keeps_updates)
-
-    def _left_over(self) -> list[list[Run]]:
-        """The runs of every param group without what goes to batches directly."""
-        taken: dict[Shard, list[slice]] = {}
-        for direct in (direct for found in self._direct.values() for direct in found):
-            for run in direct.runs:
-                taken.setdefault(run.shard, []).append(slice(run.start, run.stop))
-        return [
-            [
-                piece
-                for run in members
-                for piece in pieces(
-                    run, [part for part in taken.get(run.shard, ()) if run.start <= part.start < run.stop]
-                )
-            ]
-            for members in self._runs
-        ]
+    def arrange(self, begun: Mapping[str, int]) -> None:
+        """Have what is updated together lie together: again, when state of some params has begun anew."""
+        direct = [run for found in self._direct.values() for one in found for run in one.runs]
+        self._bunches = bunches_of(self._groups, self._shards, begun, direct, stay=self._keeps_updates)
 
     def prepare(self, *, waits: bool) -> None:
         """Take the gradients of this step. Where the host has to wait until it is known whether they count, look at them
         before: the device is at its pass over them, and will wait for the host afterwards."""
-        self._grads = [parts.now() for parts in self._parts]
+        self._grads = [bunch.parts.now() for bunch in self._bunches]
         self._direct_grads = {cohort: [parts.now() for parts in found] for cohort, found in self._direct_parts.items()}
         for grads in chain(self._grads, *self._direct_grads.values()) if waits else ():
             look_at(grads)
@@ -230,38 +203,41 @@ class Update:
 
     def momentum(self, options: Sequence[LiveOptions], step: int) -> None:
         """What comes before a matrix is orthogonalised, element by element; but for what can wait for its batch."""
-        for index in self._matrix_groups:
-            self._elementwise(index, options[index], step)
+        for number_, bunch in enumerate(self._bunches):
+            if bunch.kind in MATRIX:
+                self._elementwise(number_, options, step)
 
     def orthogonalise(self, options: Sequence[LiveOptions], step: int) -> None:
         """Matrices to their homes, Newton-Schulz there, and back into the masters; what no matrix rule manages is updated
         as soon as there is something to wait for."""
-        others = list(self._other_groups)
+        others = [number_ for number_, bunch in enumerate(self._bunches) if bunch.kind in ELEMENTWISE]
 
         def meanwhile() -> None:
             while others:
-                index = others.pop()
-                self._elementwise(index, options[index], step)
+                number_ = others.pop()
+                self._elementwise(number_, options, step)
 
         with self.slots.open():
             for cohorts in self._cohorts:
                 self._walk(cohorts, options, meanwhile)
         meanwhile()
 
-    def _elementwise(self, index: int, live: LiveOptions, step: int) -> None:
-        """The part of the rule that needs no whole matrix."""
-        group = self._groups[index]
-        masters, weight_decay = self._masters[index], number(live, "weight_decay")
-        with scope(f"{group.rule.kind} element-wise"):
+    def _elementwise(self, number_: int, options: Sequence[LiveOptions], step: int) -> None:
+        """The part of the rule that needs no whole matrix, for one bunch."""
+        bunch, grads = self._bunches[number_], self._grads[number_]
+        kind, live, scale = bunch.kind, options[bunch.group], self._scales[bunch.group]
+        weight_decay = number(live, "weight_decay")
+        with scope(f"{kind} element-wise"):
             if weight_decay != 0.0 and live["weight_decay_mode"] == "coupled":
-                grads = [run.of(run.shard.update.view(-1)) for run in self._runs[index]]
-                couple_(grads, masters, weight_decay=weight_decay, scale=self._scales[index])
-                self._scales[index] = self._one
-            runs = Runs(masters, self._grads[index], self._states[index], self._scales[index])
-            if group.rule.is_matrix_rule:
-                MATRIX[group.rule.kind].prepare_(runs, live)
+                whole = [run.of(run.shard.update.view(-1)) for run in bunch.runs]
+                couple_(whole, bunch.masters, weight_decay=weight_decay, scale=scale)
+                scale = self._one
+            runs = Runs(bunch.masters, grads, bunch.states, scale)
+            if kind in MATRIX:
+                self._scales[bunch.group] = scale  # of what goes to batches directly, too
+                MATRIX[kind].prepare_(runs, live)
             else:
-                ELEMENTWISE[group.rule.kind].update_(runs, live, step)
+                ELEMENTWISE[kind].update_(runs, live, step - bunch.begun)
 
     def _prepare_directly(self, cohort: Cohort, batches: Sequence[Tensor], options: Sequence[LiveOptions]) -> None:
         """The same for what of a cohort is left in its batches at once."""

@@ -39,7 +39,7 @@ from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
-from layerwise.optim.state import STEP, ExtraState, after_hooks, describe_spans, export_state, fit_state, say_part
+from layerwise.optim.state import STEP, ExtraState, after_hooks, export_state, extra_state_of, fit_state, say_part
 from layerwise.optim.whole import part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
 
@@ -172,8 +172,8 @@ class Optimizer(torch.optim.Optimizer):
             param = self.engine.storage.params[fqn]
             if plan.options.memory == "params":  # then state lies as its param does
                 tensors = {
-                    STEP: self.engine.count.as_tensor,
-                    **{name: like(param, tensor) for name, tensor in tensors.items()},
+                    STEP: self.engine.count.as_tensor(fqn),
+                    **{name: like(param, one) for name, one in tensors.items()},
                 }
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
         self.engine.attach(self)
@@ -312,18 +312,21 @@ class Optimizer(torch.optim.Optimizer):
             engine.groups,
             "state dicts",
             lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=tuple(PLANNED)),
-            lambda found: {"step": found.extra["step"], "loss_scale": found.extra["loss_scale"]},
+            lambda found: {**{name: found.extra[name] for name in ("step", "loss_scale")}, "begun": found.begun},
         )
-        with self.replacing_state(fitting.extra["step"], fitting.extra["loss_scale"]) as follow:
+        with self.replacing_state(fitting.extra["step"], fitting.extra["loss_scale"], fitting.begun) as follow:
             fitting.write(self)
             follow()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
     @contextmanager
-    def replacing_state(self, step: int, loss_scale: Mapping[str, float] | None) -> Iterator[Callable[[], None]]:
+    def replacing_state(
+        self, step: int, loss_scale: Mapping[str, float] | None, begun: Mapping[str, int]
+    ) -> Iterator[Callable[[], None]]:
         """In here masters and state are written, on every rank. Once all masters are there, what this gives is called: then
-        they are those of this step, and weights follow. An exception leaves an optimizer that refuses to go on."""
+        they are those of this step, and weights follow. `begun`: after which step state of some params began. An exception
+        leaves an optimizer that refuses to go on."""
         engine, scaler = self.engine, self.stepper.scaler
         self.stepper.catch_up()
         agree(engine.groups, "states", {"step": step, "loss_scale": loss_scale}, across_stages=True)
@@ -339,7 +342,11 @@ class Optimizer(torch.optim.Optimizer):
 
         def follow() -> None:
             self._whole = None
-            engine.count.steps = step
+            engine.count.start(step, begun)
+            self.stepper.update.arrange(engine.count.begun)
+            for fqn, param in engine.storage.params.items():
+                if STEP in self.state[param]:
+                    self.state[param][STEP] = engine.count.as_tensor(fqn)
             if scaler is not None and loss_scale is not None:
                 scaler.load_state_dict(dict(loss_scale))
             engine.publisher.begin()
@@ -368,15 +375,7 @@ class Optimizer(torch.optim.Optimizer):
         return part_of(state_dict, self._state_by_fqn, self.engine.storage, self._at_home, self._extra_state())
 
     def _extra_state(self) -> ExtraState:
-        scaler, groups = self.stepper.scaler, self.engine.groups
-        return {
-            "step": self.engine.count.steps,
-            "plan": self.engine.plan.digest,
-            "spans": describe_spans(self.engine.storage),
-            "loss_scale": scaler.state_dict() if scaler is not None else None,
-            "place": groups.place,
-            "rank": groups.rank,
-        }
+        return extra_state_of(self.engine, self.stepper.scaler)
 
     def _live(self) -> Live:
         """The options as they are now: a scheduler or the user may have put anything there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from layerwise.comm.sharded import local_of, placed_alike
 from layerwise.config.rules import plain_option
 from layerwise.engine.engine import Engine
+from layerwise.engine.loss_scale import LossScaler
 from layerwise.engine.param_groups import live_rule
 from layerwise.errors import listed, warn
 from layerwise.memory.storage import Storage
@@ -28,6 +29,8 @@ class ExtraState(TypedDict):
     """What a state dict holds beside torch's entries."""
 
     step: int
+    begun: NotRequired[dict[str, int]]
+    """Of params whose state began anew since, after which step."""
     plan: str
     spans: dict[str, list[int]]
     place: list[int]
@@ -45,6 +48,19 @@ def describe_spans(storage: Storage) -> dict[str, list[int]]:
             block = () if span.block is None else span.block.box.starts
             found.setdefault(span.fqn, []).extend((span.start, span.stop, *block))
     return found
+
+
+def extra_state_of(engine: Engine, scaler: LossScaler | None) -> ExtraState:
+    """What is ours beside the state of this rank."""
+    return {
+        "step": engine.count.steps,
+        "begun": dict(engine.count.begun),
+        "plan": engine.plan.digest,
+        "spans": describe_spans(engine.storage),
+        "loss_scale": scaler.state_dict() if scaler is not None else None,
+        "place": engine.groups.place,
+        "rank": engine.groups.rank,
+    }
 
 
 def say_part(engine: Engine, kept_at_home: Sequence[str]) -> bool:
@@ -90,6 +106,11 @@ class Fitting(NamedTuple):
     extra: ExtraState
     tensors: list[tuple[Tensor, Tensor]]
     groups: Sequence[Mapping[str, Any]]
+
+    @property
+    def begun(self) -> Mapping[str, int]:
+        """After which step state of some params began."""
+        return self.extra.get("begun", {})
 
     def write(self, optimizer: torch.optim.Optimizer) -> None:
         for target, source in self.tensors:
@@ -143,7 +164,7 @@ class _Saved(NamedTuple):
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], mine: ExtraState) -> _Saved:
-        steps = [entry[STEP] for entry in state_dict.get("state", {}).values() if STEP in entry]
+        steps = {key: int(entry[STEP]) for key, entry in state_dict.get("state", {}).items() if STEP in entry}
         for key in ("state", "param_groups", KEY):
             if key not in state_dict and not (key == KEY and steps):
                 raise ValueError(
@@ -154,10 +175,17 @@ class _Saved(NamedTuple):
         # torch's distributed checkpoints know of state and param groups only.
         extra = state_dict.get(KEY, mine)
         if steps:
-            counts = {int(step) for step in steps}
-            if len(counts) > 1:
-                raise ValueError(f"state dict has params at different steps: {sorted(counts)}. Expected all at one.")
-            extra = {**extra, "step": counts.pop()}
+            # The model has taken as many as the param with most; others began later.
+            most = extra["step"] if KEY in state_dict else max(steps.values())
+            fqn_of = {
+                key: fqn
+                for group in state_dict["param_groups"]
+                for fqn, key in zip(group.get("fqns", ()), group["params"], strict=False)
+            }
+            begun = {fqn_of[key]: most - step for key, step in steps.items() if step != most and key in fqn_of}
+            if min(begun.values(), default=0) < 0:
+                raise ValueError(f"state dict has params at step {max(steps.values())}, and is of step {most} itself.")
+            extra = {**extra, "step": most, "begun": begun}
         lacking = sorted(ExtraState.__required_keys__ - set(extra))
         if lacking:
             raise ValueError(f"state dict entry {KEY!r} lacks {', '.join(map(repr, lacking))}.")

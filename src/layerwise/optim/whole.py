@@ -108,8 +108,9 @@ def part_of(
                 for name, full in entry.items()
             }
             if STEP in own:
-                state[key][STEP] = torch.tensor(float(theirs["step"]), device="cpu")
-    own_place = {name: value for name, value in extra.items() if name not in ("step", "loss_scale")}
+                since = theirs.get("begun", {}).get(fqn, 0)
+                state[key][STEP] = torch.tensor(float(theirs["step"] - since), device="cpu")
+    own_place = {name: value for name, value in extra.items() if name not in ("step", "begun", "loss_scale")}
     return {**state_dict, "state": state, KEY: {**theirs, **own_place}}
 
 

@@ -74,7 +74,7 @@ def test_a_default_device_is_the_users(tmp_path: Path, wrap: Wrap) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         assert optimizer.stats.grad_norm > 0
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)  # not "cpu", which would stay as a mode that sees every call
     assert all(param.device.type == "cpu" for param in model.parameters())
     assert optimizer.state_dict()["layerwise"]["step"] == 2  # type: ignore[index]
 

@@ -22,7 +22,7 @@ from layerwise.errors import CheckpointError
 from layerwise.layout.shards import Ranks
 from layerwise.layout.spans import Span
 from layerwise.memory.shards import Shard
-from layerwise.models.names import unwrapped
+from layerwise.models.names import named_parameters
 from layerwise.optim.optimizer import Optimizer
 from layerwise.routing.geometry import Box, interval_boxes
 from layerwise.routing.rules import Route
@@ -90,33 +90,33 @@ def state_key(name: str, kind: str) -> str:
     return f"{STATE}.{name}.{kind}"
 
 
-def engine_of(model: nn.Module | None, optimizer: Optimizer | None) -> Engine:
-    """The engine behind a model or its optimizer."""
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}: expected the layerwise.Optimizer that steps the "
-            "model. Another one that belongs to the checkpoint goes into extra=."
-        )
-    own = getattr(model, "engine", None)
-    engine = optimizer.engine if optimizer is not None else own
-    if not isinstance(engine, Engine):
-        raise TypeError(
-            f"model is a {type(model).__name__} without its optimizer: expected a DataParallel, or a model and the layerwise.Optimizer "
-            "that steps it."
-        )
-    if model is not None and own is not engine and not _has(model, engine.chunks):
+def _stepped_by(optimizer: object) -> Optimizer | None:
+    """The optimizer itself, also where a framework has put its own around it."""
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):
+        return inner
+    raise TypeError(
+        f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}: expected the layerwise.Optimizer that steps the model. "
+        "Another one that belongs to the checkpoint goes into extra=."
+    )
+
+
+def _check_belongs(model: object, engine: Engine) -> None:
+    """Raise unless a model has the params of what is trained, all of them and no others, whatever stands around either."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: expected the module that the optimizer was built with.")
+    trained = {id(param) for chunk in engine.chunks for param in chunk.parameters()}
+    own = {id(param): name for name, param in named_parameters(model)}
+    foreign = [name for key, name in own.items() if key not in trained]
+    if foreign or trained - own.keys():
+        what = f"{foreign[0]!r} of it would not be in the checkpoint" if foreign else "it lacks some of its params"
         raise ValueError(
-            f"model and optimizer do not belong together: the optimizer steps another model than this {type(model).__name__}, whose "
-            "weights would not be in the checkpoint. Pass the model that the optimizer was built with; a second model, such as an "
-            "average of weights, goes into extra= or into a checkpoint of its own."
+            f"model and optimizer do not belong together: the optimizer steps another model than this {type(model).__name__}, and "
+            f"{what}. Pass the model that the optimizer was built with; a second model, such as an average of weights, goes into "
+            "extra= or into a checkpoint of its own."
         )
-    return engine
-
-
-def _has(model: nn.Module, chunks: Sequence[nn.Module]) -> bool:
-    """Whether a model is what is trained, or has it inside, whatever stands around either."""
-    inside = set(map(unwrapped, model.modules()))
-    return all(unwrapped(chunk) in inside for chunk in chunks)
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,21 @@ class Contents:
 
     engine: Engine
     optimizer: Optimizer | None
+
+    @classmethod
+    def of(cls, model: nn.Module | None, optimizer: Optimizer | None) -> Contents:
+        """What a model and its optimizer have, or either of them."""
+        stepping = _stepped_by(optimizer)
+        own = getattr(model, "engine", None)
+        engine = stepping.engine if stepping is not None else own
+        if not isinstance(engine, Engine):
+            raise TypeError(
+                f"model is a {type(model).__name__} without its optimizer: expected a DataParallel, or a model and the "
+                "layerwise.Optimizer that steps it."
+            )
+        if model is not None and own is not engine:
+            _check_belongs(model, engine)
+        return cls(engine, stepping)
 
     @property
     def groups(self) -> Groups:

@@ -7,16 +7,19 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from layerwise.checkpoint.contents import engine_of
+from layerwise.checkpoint.contents import Contents
 from layerwise.checkpoint.disk import PARTIAL, partial_of, read_manifest, sync_folder, write_files
 from layerwise.checkpoint.loading import Loaded, load
-from layerwise.checkpoint.saving import Saving, finish_before, save_and_then
-from layerwise.comm.groups import Groups, derive_together, share
+from layerwise.checkpoint.saving import Saving, finish_before, on_first, save_and_then
+from layerwise.comm.groups import Groups, share
+from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed, warn
 from layerwise.optim.optimizer import Optimizer
 
@@ -43,8 +46,8 @@ class Checkpoints:
         self.keep = keep
         self.background = background
         self._saving: Saving | None = None
-        self._last: int | None = None
-        """The step that this run has come to, as far as it was saved or loaded here."""
+        self._last: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+        """The step that each model has come to, as far as it was saved or loaded here."""
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint."""
@@ -64,19 +67,25 @@ class Checkpoints:
         """`layerwise.save` under the name of a step; older ones than are to be kept go. Call it on every rank. The step that was
         loaded or saved last is left as it is. After going back to an earlier step, checkpoints behind it are of a run that was
         given up: they are set aside under another name, with a warning."""
-        engine, path = engine_of(model, optimizer), self.path_of(step)
+        engine, path = Contents.of(model, optimizer).engine, self.path_of(step)
         groups = engine.groups
         finish_before(engine)  # it may be of this step
-        derive_together(
-            groups, "checkpoints", lambda: self._set_aside(step) if groups.rank == 0 else None, lambda _: {}
-        )
-        self._last = step
-        if not _first_says(groups, path.exists()):
+        last = self._last.get(engine)
+        since = step - 1 if last is None or step < last else last
+
+        def make_way() -> None:
+            self._set_aside(
+                since, "has loaded none of them" if last is None else f"went back before them, to step {since}"
+            )
+
+        if not _first_says(groups, path.exists() and step <= since):
             self._saving = save_and_then(
-                path, model, optimizer, extra, lambda: self._tidy(path), background=self.background
+                path, model, optimizer, extra, partial(self._tidy, path), before=make_way, background=self.background
             )
         else:
-            derive_together(groups, "checkpoints", lambda: self._tidy(path) if groups.rank == 0 else None, lambda _: {})
+            on_first(groups, make_way)
+            on_first(groups, partial(self._tidy, path))
+        self._last[engine] = step
         return path
 
     def wait(self) -> None:
@@ -103,7 +112,7 @@ class Checkpoints:
         reset: Sequence[str] = (),
     ) -> Loaded | None:
         """`layerwise.load` of a step, or of the last one that there is; None where there is none. Call it on every rank."""
-        engine = engine_of(model, optimizer)
+        engine = Contents.of(model, optimizer).engine
         groups = engine.groups
         finish_before(engine)
         steps = self.steps()
@@ -121,13 +130,12 @@ class Checkpoints:
             unused=unused,
             reset=reset,
         )
-        self._last = chosen
+        self._last[engine] = chosen
         return loaded
 
-    def _set_aside(self, step: int) -> None:
-        """Rename checkpoints that are not of this run: `load()` would take one of them for its last, and the place of the coming
-        one may be taken."""
-        since = step - 1 if self._last is None or step < self._last else self._last
+    def _set_aside(self, since: int, why: str) -> None:
+        """Rename checkpoints of later steps, which are not of this run: `load()` would take one of them for its last, and the
+        place of the coming one may be taken."""
         aside = []
         for number, path in sorted(found(self.folder).items()):
             if number > since:
@@ -135,21 +143,30 @@ class Checkpoints:
                 target = next(self.folder / name for name in names if not (self.folder / name).exists())
                 os.rename(path, target)
                 aside.append(target.name)
-        if aside:
-            sync_folder(self.folder)
-            where = "has loaded none of them" if self._last is None else f"went back before them, to step {since}"
-            warn(
-                f"{self.folder} had checkpoints of step {since + 1} or later, and this run {where}: they are called {listed(aside)} now. "
-                "Delete what nobody needs."
-            )
+        if not aside:
+            return
+        left = found(self.folder)
+        if left:
+            self._point_at(left[max(left)])
+        else:
+            (self.folder / LATEST).unlink(missing_ok=True)
+        sync_folder(self.folder)
+        warn(
+            f"{self.folder} had checkpoints of step {since + 1} or later, and this run {why}: they are called {listed(aside)} now. "
+            "Delete what nobody needs."
+        )
+
+    def _point_at(self, path: Path) -> None:
+        """Say which is the last."""
+        pointer = self.folder / f".{LATEST}{PARTIAL}"
+        pointer.unlink(missing_ok=True)
+        write_files(self.folder, {pointer.name: f"{path.name}\n".encode()})
+        os.rename(pointer, self.folder / LATEST)
+        sync_folder(self.folder)
 
     def _tidy(self, newest: Path) -> None:
         """Say which is the last, and let go of the oldest, once it is certain that the newest is whole."""
-        pointer = self.folder / f".{LATEST}{PARTIAL}"
-        pointer.unlink(missing_ok=True)
-        write_files(self.folder, {pointer.name: f"{newest.name}\n".encode()})
-        os.rename(pointer, self.folder / LATEST)
-        sync_folder(self.folder)
+        self._point_at(newest)
         for path in _left_behind(self.folder):
             shutil.rmtree(path)
         if self.keep is None:

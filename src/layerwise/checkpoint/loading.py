@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.checkpoint.bare import BareModule
-from layerwise.checkpoint.contents import Contents, engine_of
+from layerwise.checkpoint.contents import Contents
 from layerwise.checkpoint.disk import damages_of, pieces_of, read_manifest
 from layerwise.checkpoint.files import Reader, Wanted, bytes_of
 from layerwise.checkpoint.fitting import Names, Policy, Read, fit
@@ -84,7 +84,8 @@ def load(
     if optimizer is None and model is not None and not isinstance(getattr(model, "engine", None), Engine):
         contents = BareModule.of(model)
     else:
-        contents = Contents(engine_of(model, optimizer), optimizer)
+        contents = Contents.of(model, optimizer)
+        optimizer = contents.optimizer
         finish_before(contents.engine)  # it may be what is asked for
     groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import layerwise
 from layerwise.checkpoint import torch_format
-from layerwise.checkpoint.contents import Contents, Part, engine_of
+from layerwise.checkpoint.contents import Contents, Part
 from layerwise.checkpoint.disk import check_free, facts_of, make_partial, partial_of, sync_folder, write_files
 from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
@@ -103,11 +103,12 @@ def save_and_then(
     extra: Mapping[str, Any] | None,
     then: Callable[[], None],
     *,
+    before: Callable[[], None] = lambda: None,
     background: bool,
 ) -> Saving:
-    """`save`, and what the first rank does once the checkpoint has its name."""
-    engine = engine_of(model, optimizer)
-    contents = Contents(engine, optimizer)
+    """`save`, and what the first rank does once it is certain that there is something to write, and once it has its name."""
+    contents = Contents.of(model, optimizer)
+    engine, optimizer = contents.engine, contents.optimizer
     groups, target = engine.groups, Path(path).absolute()  # a thread writes it, whatever the folder is by then
     finish_before(engine)
     if optimizer is not None:
@@ -121,6 +122,8 @@ def save_and_then(
         groups, "extra values", lambda: _about(contents, extra, beside), lambda about: {EXTRA: about[EXTRA]}
     )
 
+    on_first(groups, before)
+
     def prepare() -> Share:
         _begin(groups, target)
         return Share.of(contents, beside if groups.rank == 0 else {}, copied=background)
@@ -133,7 +136,7 @@ def save_and_then(
 
     def write(groups: Groups) -> None:
         _together(groups, lambda: _write_share(share, groups.rank, partial_of(target)))
-        _together(groups, lambda: finish() if groups.rank == 0 else None)
+        on_first(groups, finish)
 
     def write_aside(groups: Groups) -> None:
         try:
@@ -173,6 +176,11 @@ def finish_before(engine: Engine) -> None:
 def _together(groups: Groups, do: Callable[[], None]) -> None:
     """Done by all ranks; an error of one is an error of all, and nobody goes on before all are done."""
     derive_together(groups, "checkpoints", do, lambda _: {})
+
+
+def on_first(groups: Groups, do: Callable[[], None]) -> None:
+    """Done by the first rank, while the others wait; its error is one of all."""
+    _together(groups, lambda: do() if groups.rank == 0 else None)
 
 
 def _begin(groups: Groups, target: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from layerwise.checkpoint.contents import Contents, Part, engine_of
+from layerwise.checkpoint.contents import Contents, Part
 from layerwise.checkpoint.loading import check_published
 from layerwise.optim.optimizer import Optimizer
 
@@ -65,8 +65,12 @@ class TrainState:
     module. Loading writes into the live tensors, as it does for any other object: `layerwise.load` checks files first."""
 
     def __init__(self, model: nn.Module | None, optimizer: Optimizer) -> None:
-        self._contents = Contents(engine_of(model, optimizer), optimizer)
-        self._optimizer = optimizer
+        self._contents = Contents.of(model, optimizer)
+        if self._contents.optimizer is None:
+            raise TypeError(
+                "TrainState was made without an optimizer: expected the layerwise.Optimizer that steps the model."
+            )
+        self._optimizer = self._contents.optimizer
         self._step = torch.zeros((), dtype=torch.int64, device="cpu")
         self._scale = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self._scaler_state()}
         self._begun = {fqn: torch.zeros((), dtype=torch.int64, device="cpu") for fqn in self._contents.rules}

@@ -56,7 +56,7 @@ def check_held(held: Mapping[str, Tensor]) -> None:
         )
     plain = ((fqn, tensor) for fqn, tensor in held.items() if type(tensor) in (Tensor, nn.Parameter))
     places = sorted(
-        (tensor.data_ptr(), tensor.nbytes, fqn) for fqn, tensor in plain if tensor.numel() and tensor.is_contiguous()
+        (tensor.data_ptr(), tensor.nbytes, fqn) for fqn, tensor in plain if tensor.numel() and _is_dense(tensor)
     )
     for (start, nbytes, one), (next_start, _, other) in pairwise(places):
         if next_start < start + nbytes:
@@ -64,6 +64,12 @@ def check_held(held: Mapping[str, Tensor]) -> None:
                 f"params {one!r} and {other!r} lie in the same memory and are two params: each would be updated by itself. To tie "
                 "weights, have both modules hold one Parameter (a.weight = b.weight, not a.weight.data = b.weight.data)."
             )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has every element from its first to its last, in whatever order."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 
 def refuse_sparse(fqn: str, grad: Tensor) -> None:

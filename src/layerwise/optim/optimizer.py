@@ -282,7 +282,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._whole is None:
             return export_state(packed, extra)
         fqns = [fqn for group in self.param_groups for fqn in group["fqns"]]
-        packed["state"] = {number: self._whole[fqn] for number, fqn in enumerate(fqns)}
+        steps = {fqn: {STEP: kept[STEP]} for fqn, kept in self._state_by_fqn.items() if STEP in kept}
+        packed["state"] = {number: {**steps.get(fqn, {}), **self._whole[fqn]} for number, fqn in enumerate(fqns)}
         return export_state(packed, extra, whole=True)
 
     @never_traced

@@ -87,8 +87,11 @@ def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: boo
     """torch's state dict with what is ours beside it, and options as plain values: `torch.load` takes no others unless it is
     told to. A `whole` one is that of all ranks."""
     groups: Any = state_dict["param_groups"]
+    entries: Any = state_dict["state"]
+    # Steps of its own: torch's distributed checkpoints read into what they are given.
+    state = {key: {**entry, STEP: entry[STEP].clone()} if STEP in entry else entry for key, entry in entries.items()}
     plain = [{name: plain_option(value) for name, value in group.items()} for group in groups]
-    return {**state_dict, "param_groups": plain, KEY: {**extra, WHOLE: True} if whole else extra}
+    return {**state_dict, "state": state, "param_groups": plain, KEY: {**extra, WHOLE: True} if whole else extra}
 
 
 def after_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, object]) -> dict[str, object]:

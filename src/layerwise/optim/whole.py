@@ -106,6 +106,7 @@ def part_of(
             state[key] = {
                 name: _cut(fqn, name, full, own.get(name), parts.get(fqn, ()), at_home.get((fqn, name)), storage)
                 for name, full in entry.items()
+                if name != STEP
             }
             if STEP in own:
                 since = theirs.get("begun", {}).get(fqn, 0)

@@ -8,10 +8,12 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,6 +60,12 @@ def test_another_model_than_the_optimizer_steps_is_refused(
             layerwise.load(tmp_path / "own", wrong, optimizer)
     assert not (tmp_path / "wrong").exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    with pytest.raises(ValueError, match=r"'1.weight' of it would not be in the checkpoint"):
+        layerwise.save(tmp_path / "wrong", nn.Sequential(module, nn.Linear(3, 3)), optimizer)
+    with pytest.raises(ValueError, match="it lacks some of its params"):
+        layerwise.save(tmp_path / "wrong", module.last, optimizer)
+    with pytest.raises(TypeError, match="model is a list: expected the module"):
+        layerwise.save(tmp_path / "wrong", [model], optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer is a torch.optim.adamw.AdamW: expected the layerwise.Optimizer"):
         layerwise.save(tmp_path / "wrong", model, torch.optim.AdamW(module.parameters()))  # type: ignore[arg-type]
 
@@ -75,6 +83,33 @@ def saved_within(rank: int, world: int, folder: str) -> bool:
 
 def test_a_model_within_what_stands_around_it_is_the_same(tmp_path: Path) -> None:
     assert run_ranks(2, saved_within, str(tmp_path)) == [True, True]
+
+
+class Around(NamedTuple):
+    """What frameworks have around an optimizer."""
+
+    optimizer: layerwise.Optimizer
+
+
+def test_an_optimizer_within_what_a_framework_has_around_it_is_the_same(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = stepped(model)
+    around: Any = Around(optimizer)
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layerwise.save(tmp_path / "one", model, around)
+    taken = layerwise.TrainState(model, around)
+    dcp.save({"train": taken}, checkpoint_id=tmp_path / "two", planner=layerwise.SavePlanner())
+    for load in (
+        lambda: layerwise.load(tmp_path / "one", model, around),
+        lambda: dcp.load({"train": taken}, checkpoint_id=tmp_path / "two", planner=layerwise.LoadPlanner()),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.last.weight, own["last.weight"])
+        optimizer.zero_grad()
+        load()
+        assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+        assert optimizer.engine.count.steps == 1
 
 
 class Counting(nn.Linear):
@@ -155,7 +190,6 @@ def test_a_whole_state_of_a_plain_module_goes_anywhere() -> None:
     for key, entry in ours.items():
         for name in set(entry) - {"step"}:
             assert torch.equal(entry[name].reshape(-1), theirs[key][name].reshape(-1))
+    part = {name: value for name, value in other.state_dict()["layerwise"].items() if name != "whole"}  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="in another wrapper, of another dtype or with another rule"):
-        layerwise.Optimizer(
-            layerwise.DataParallel(Net()), matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1)
-        ).load_state_dict({**optimizer.state_dict(), "layerwise": other.state_dict()["layerwise"]})
+        other.load_state_dict({**optimizer.state_dict(), "layerwise": part})

@@ -81,10 +81,11 @@ def test_a_default_device_is_the_users(tmp_path: Path, wrap: Wrap) -> None:
 
 @WRAPS
 def test_weights_that_share_memory_and_are_two_params_are_refused(wrap: Wrap) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    module[1].weight.data = module[0].weight.data
-    with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' lie in the same memory and are two params"):
-        optimizer_of(wrap(module))
+    for seen in (lambda weight: weight, torch.t):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module[1].weight.data = seen(module[0].weight.data)
+        with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' lie in the same memory and are two params"):
+            optimizer_of(wrap(module))
     module[1].weight = module[0].weight
     model = wrap(module)
     train(model, optimizer_of(model), torch.ones(2, 4))

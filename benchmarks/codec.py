@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import triton
 
-from layerwise.kernels import codec
-from layerwise.kernels.codec import Codes, encode_both_into, encode_into
+from layerwise.kernels.codec import Codes, encode_by_torch
 from layerwise.kernels.encoders import EncoderTile
+from layerwise.kernels.encoding import encode_both_into, encode_into
 from layerwise.kernels.triton_codec import fused_encode
 from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2
 
@@ -58,11 +58,11 @@ def copy_tb_s(nbytes: int) -> float:
     return 2 * source.nbytes / device_ms(lambda: target.copy_(source)) / 1e9
 
 
-def encode_by_torch(x: torch.Tensor, rows: Codes, cols: Codes | None) -> None:
+def encode_as_defined(x: torch.Tensor, rows: Codes, cols: Codes | None) -> None:
     """The definition, as torch runs it."""
-    codec._encode_into(x, rows)
+    encode_by_torch(x, rows)
     if cols is not None:
-        codec._encode_into(x.mT, cols)
+        encode_by_torch(x.mT, cols)
 
 
 def encode_by_us(x: torch.Tensor, rows: Codes, cols: Codes | None) -> None:
@@ -88,7 +88,7 @@ def measure(
         "directions": 2 if both else 1,
         "shape": list(shape),
         "ms": round(ms, 4),
-        "torch_ms": round(device_ms(lambda: encode_by_torch(x, rows, cols)), 3),
+        "torch_ms": round(device_ms(lambda: encode_as_defined(x, rows, cols)), 3),
         "tb_s": round(rate, 3),
         "copy_tb_s": round(copy, 3),
         "of_copy": round(rate / copy, 3),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.kernels import codec
-from layerwise.kernels.codec import Codes, decode, encode, encode_both_into
+from layerwise.kernels.codec import Codes, decode, encode_by_torch
+from layerwise.kernels.encoding import encode, encode_both_into
 from layerwise.kernels.triton_codec import fused_encode
 from layerwise.layout.recipes import BlockFormat
 from tests.codes import FORMATS, hard_numbers
@@ -92,7 +92,7 @@ def test_nothing_to_encode() -> None:
 def test_torch_writes_and_reads_the_same_bits_on_both_devices(name: str, dtype: torch.dtype) -> None:
     x = hard_numbers((1024, 1000), dtype, seed=3)
     here, there = encode(x, FORMATS[name]), Codes.empty(tuple(x.shape), FORMATS[name], DEVICE)
-    codec._encode_into(x.to(DEVICE), there)
+    encode_by_torch(x.to(DEVICE), there)
     same(there, here)
     for back in DTYPES:
         found, expected = decode(there, back).cpu(), decode(here, back)
@@ -114,7 +114,7 @@ def test_sixteen_million_numbers_of_any_bits(name: str) -> None:
     fused_encode(x, rows.codes, cols.codes)
     for found, given in ((rows, x), (cols, x.mT)):
         expected = Codes.empty(tuple(given.shape), FORMATS[name], DEVICE)
-        codec._encode_into(given, expected)
+        encode_by_torch(given, expected)
         found.check(expected)
 
 
@@ -126,7 +126,7 @@ def test_quotients_are_those_of_a_division_for_every_magnitude() -> None:
     rows = Guarded(x.shape, FORMATS["fp8 rows"])
     fused_encode(x, rows.codes, None)
     expected = Codes.empty(tuple(x.shape), FORMATS["fp8 rows"], DEVICE)
-    codec._encode_into(x, expected)
+    encode_by_torch(x, expected)
     rows.check(expected)
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import layerwise
-from layerwise.kernels.codec import decode, encode
+from layerwise.kernels.codec import decode
+from layerwise.kernels.encoding import encode
 from layerwise.kernels.quantized_products import multiplies_codes, product
 from layerwise.layout.recipes import RECIPES
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import layerwise
+from layerwise._version import __version__
 from layerwise.checkpoint import torch_format
 from layerwise.checkpoint.contents import Contents, Part
 from layerwise.checkpoint.disk import check_free, facts_of, make_partial, partial_of, sync_folder, write_files
@@ -204,7 +204,7 @@ def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str
         "world": engine.groups.world,
         "layout": engine.plan.layout_label,
         "plan": engine.plan.digest,
-        "layerwise": layerwise.__version__,
+        "layerwise": __version__,
         "torch": str(torch.__version__),
         "loss_scale": None if scaler is None else to_plain(scaler.state_dict(), "loss_scale", nowhere),
         "has_optimizer": optimizer is not None,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import layerwise
+from layerwise._version import __version__
 from layerwise.checkpoint.contents import MASTER, MODEL, STATE, ParamFacts, Part
 from layerwise.checkpoint.disk import check_free, damages_of, make_partial, opened, partial_of, pieces_of
 from layerwise.checkpoint.files import Reader, bytes_of
@@ -149,7 +149,7 @@ def import_weights(weights: Path, states: list[Path], target: Path) -> int:
         "world": 1,
         "layout": "imported",
         "plan": "",
-        "layerwise": layerwise.__version__,
+        "layerwise": __version__,
         "torch": str(torch.__version__),
         "loss_scale": None,
         "options": [],

@@ -15,8 +15,8 @@ from torch import Tensor
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.totals import Seen, Totals
-from layerwise.kernels.stats import add_totals, count_zeros, square_sums
-from layerwise.kernels.verdicts import Bounds, verdict_of
+from layerwise.kernels.stats import add_totals, count_zeros, square_sums, verdict_of
+from layerwise.kernels.verdicts import Bounds
 from layerwise.layout.schedule import CommOp, stats_op
 from layerwise.layout.shards import OwnShards, speaks_for
 from layerwise.layout.stats import HASH_WORDS, stats_sizes

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerwise.kernels.facts import multiprocessors
 from layerwise.kernels.products import CHAIN_TILE, teams_of
-from layerwise.kernels.tables import stream_on
+from layerwise.kernels.tables import multiprocessors, stream_on
 from layerwise.kernels.triton_products import Product, tiles_of
 
 _DEPTH, _BOX = 64, 64

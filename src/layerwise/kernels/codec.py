@@ -24,29 +24,12 @@ same bits on every device, and by our own kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerwise.errors import warn
-from layerwise.kernels.facts import encoder_for
-from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, MX_E4M3, MX_E5M2, BlockFormat, codes_nbytes
-
-__all__ = [
-    "FP8_ROWS",
-    "FP8_TILES",
-    "MX_E4M3",
-    "MX_E5M2",
-    "BlockFormat",
-    "Codes",
-    "codes_nbytes",
-    "decode",
-    "encode",
-    "encode_both_into",
-    "encode_into",
-]
+from layerwise.layout.recipes import BlockFormat
 
 
 class Element(NamedTuple):
@@ -113,37 +96,6 @@ def _has_scales_by_columns(format: BlockFormat) -> bool:
     return format.block[0] == 1
 
 
-def encode(x: Tensor, format: BlockFormat) -> Codes:
-    """The codes of x, in new memory."""
-    out = Codes.empty(tuple(x.shape), format, x.device)
-    encode_into(x, out)
-    return out
-
-
-def encode_into(x: Tensor, out: Codes) -> None:
-    """Leave the codes of x, of bf16 or fp32, in `out`."""
-    _check(x, out, tuple(x.shape))
-    if _has_kernel(x, out):
-        from layerwise.kernels.triton_codec import fused_encode
-
-        fused_encode(x, out, None)
-        return
-    _encode_into(x, out)
-
-
-def encode_both_into(x: Tensor, rows: Codes, cols: Codes) -> None:
-    """Leave the codes of x in `rows` and those of its transpose in `cols`."""
-    _check(x, rows, tuple(x.shape))
-    _check(x, cols, tuple(x.mT.shape))
-    if rows.format == cols.format and _has_kernel(x, rows, cols):
-        from layerwise.kernels.triton_codec import fused_encode
-
-        fused_encode(x, rows, cols)
-        return
-    encode_into(x, rows)
-    encode_into(x.mT, cols)
-
-
 def decode(codes: Codes, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Code times scale, one multiplication in fp32, rounded to `dtype`. With e8m0 scales nothing is rounded above 2^-126."""
     rows, cols = codes.values.shape[-2:]
@@ -164,46 +116,8 @@ def scale_numbers(codes: Codes) -> Tensor:
     return bits.view(torch.float32).masked_fill_(exponents == _NAN_BYTE, float("nan"))
 
 
-def _has_kernel(x: Tensor, *outs: Codes) -> bool:
-    """Whether our own kernel can write these codes."""
-    if not all(tensor.is_contiguous() for out in outs for tensor in (out.values, out.scales_in_order)):
-        return False
-    format = outs[0].format
-    return encoder_for(x, format).backend == "triton" and _is_exact(x.device, format)
-
-
-@cache
-def _is_exact(device: torch.device, format: BlockFormat) -> bool:
-    """Whether our own kernel writes torch's bits on this device: tried once, on numbers of every kind. It is made of
-    instructions that compilers and cards have changed before."""
-    from layerwise.kernels.triton_codec import fused_encode
-
-    bits = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)  # all there are
-    spread = bits[torch.randperm(bits.numel(), generator=torch.Generator().manual_seed(0), device="cpu").to(device)]
-    finite = spread.nan_to_num(1.0, 2.0, -2.0).view(2, 128, 256)
-    for x in (finite, spread.view(2, 128, 256), finite[:, :104, :152].contiguous()):
-        found, expected = ([Codes.empty(tuple(y.shape), format, device) for y in (x, x.mT)] for _ in range(2))
-        try:
-            fused_encode(x, found[0], found[1])
-        except Exception as error:
-            warn(f"our own kernel for codes does not run here, torch writes them: {type(error).__name__}: {error}.")
-            return False
-        for y, out in zip((x, x.mT), expected, strict=True):
-            _encode_into(y, out)
-        if not all(map(_same_bits, found, expected)):
-            warn(f"our own kernel for codes of {format} has other bits than torch on {device}: torch writes them.")
-            return False
-    return True
-
-
-def _same_bits(one: Codes, other: Codes) -> bool:
-    pairs = ((one.values, other.values), (one.scales, other.scales))
-    return all(
-        torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8)) for left, right in pairs
-    )
-
-
-def _encode_into(x: Tensor, out: Codes) -> None:
+def encode_by_torch(x: Tensor, out: Codes) -> None:
+    """Leave the codes of x in `out`: what every other way of writing them is compared with."""
     element = ELEMENTS[out.format.element]
     blocks = _blocks(x, out.format.block)
     largest = (blocks.view(torch.int32) & _MAGNITUDE).amax((-3, -1), keepdim=True)  # as integers NaN > Inf > numbers
@@ -238,18 +152,3 @@ def _quotient(largest: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     bound = largest.view(torch.float32).clamp(min=element.largest * _LEAST_NORMAL)
     top = torch.full_like(bound, element.largest)  # by a number torch may not divide but multiply
     return (bound / top).masked_fill_(~is_finite, float("nan")), (top / bound).masked_fill_(~is_finite, 0.0)
-
-
-def _check(x: Tensor, out: Codes, shape: tuple[int, ...]) -> None:
-    if x.dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"only bf16 and fp32 are encoded, got {x.dtype}. Cast first.")
-    wanted = (
-        ("values", out.values, shape, ELEMENTS[out.format.element].dtype),
-        ("scales", out.scales, out.format.scales_shape(shape), SCALES[out.format.scale]),
-    )
-    for name, found, size, dtype in wanted:
-        if tuple(found.shape) != size or found.dtype != dtype or found.device != x.device:
-            raise ValueError(
-                f"the {name} of the codes do not fit what is encoded: expected {dtype} of shape {size} on {x.device}, "
-                f"got {found.dtype} of shape {tuple(found.shape)} on {found.device}."
-            )

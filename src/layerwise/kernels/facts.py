@@ -43,12 +43,6 @@ def products_in_words(device: torch.device, input_dtype: torch.dtype, dtype: tor
     return f"{products.backend}: {products.reason}{launched}"
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at least; on a CPU, where they are interpreted, a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 _chains: dict[tuple[torch.device, torch.dtype], str] = {}
 """Why there are none, by device and dtype; empty where there are."""
 

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerwise.kernels.codec import Codes, decode, encode
+from layerwise.kernels.codec import Codes, decode
 from layerwise.kernels.encoders import TOGETHER
+from layerwise.kernels.encoding import encode
 from layerwise.layout.recipes import FP8_ROWS, FP8_TILES, Recipe
 
 _HOPPER = (9, 0)

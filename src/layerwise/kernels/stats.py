@@ -1,4 +1,4 @@
-"""Sums over gradients: squared norms and zero counts."""
+"""Sums over gradients: squared norms and zero counts; and what is decided by them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from layerwise.kernels.facts import has_own_kernels
 from layerwise.kernels.lists import Tensors, facts_of
+from layerwise.kernels.verdicts import Bounds
 
 _CHUNK = 1 << 20
 """Elements widened to fp64 at a time: bounds the scratch memory to 8 MiB."""
@@ -77,3 +78,16 @@ def count_zeros(spans: Tensors) -> Tensor:
     for span in spans:
         total = total + (span.numel() - torch.count_nonzero(span)).double()
     return total
+
+
+def verdict_of(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Tensor:
+    """The verdict, in fp32, from the sums of squares of norm groups and the number of bad elements of each param, both in
+    fp64: with the rounding of the same formulas in Python."""
+    if has_own_kernels(square_sums.device):
+        from layerwise.kernels.triton_stats import fused_verdict
+
+        return fused_verdict(square_sums, nonfinite, bounds)
+    sums = square_sums.tolist()
+    is_bad = (bounds.needs_finite and bool(nonfinite.any())) or bounds.norm(sums, bounds.families) > bounds.skip_above
+    numbers = [float(not is_bad), 1.0, *bounds.factors(sums)]
+    return torch.tensor(numbers, dtype=torch.float32, device=square_sums.device)

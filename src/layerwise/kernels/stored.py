@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import StateError
-from layerwise.kernels.codec import Codes, decode, encode, encode_both_into, encode_into
+from layerwise.kernels.codec import Codes, decode
+from layerwise.kernels.encoding import encode, encode_both_into, encode_into
 from layerwise.kernels.quantized_products import product
 from layerwise.layout.recipes import Recipe
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -33,6 +33,12 @@ def stream_on(device: torch.device) -> int:
 def working_on(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device: have it be this one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side at least; on a CPU, where they are interpreted, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _sent(numbers: Tensor, device: torch.device) -> Tensor:

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from layerwise.kernels.facts import multiprocessors
 from layerwise.kernels.products import Tile, full_tile, symmetric_tile
+from layerwise.kernels.tables import multiprocessors
 from layerwise.kernels.triton_launch import launch
 
 NOWHERE = tl.constexpr(1 << 28)

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from layerwise.kernels.facts import has_own_kernels
 
 IS_TAKEN, ONE, FIRST = 0, 1, 2
 """Places of a verdict: 1 or 0, the factor 1, and the factor of the first norm group."""
@@ -60,19 +57,6 @@ class Bounds:
             min(1.0, self.clip_norm / (self.norm(square_sums, groups) + EPS)) if groups else 1.0
             for groups in self.together
         ]
-
-
-def verdict_of(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Tensor:
-    """The verdict, in fp32, from the sums of squares of norm groups and the number of bad elements of each param, both in
-    fp64: with the rounding of the same formulas in Python."""
-    if has_own_kernels(square_sums.device):
-        from layerwise.kernels.triton_stats import fused_verdict
-
-        return fused_verdict(square_sums, nonfinite, bounds)
-    sums = square_sums.tolist()
-    is_bad = (bounds.needs_finite and bool(nonfinite.any())) or bounds.norm(sums, bounds.families) > bounds.skip_above
-    numbers = [float(not is_bad), 1.0, *bounds.factors(sums)]
-    return torch.tensor(numbers, dtype=torch.float32, device=square_sums.device)
 
 
 def known_to_host(scale: Scale) -> float | None:

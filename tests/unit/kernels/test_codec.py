@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.kernels import codec
-from layerwise.kernels.codec import Codes, decode, encode, encode_both_into, encode_into
+from layerwise.kernels import encoding
+from layerwise.kernels.codec import Codes, decode, encode_by_torch
 from layerwise.kernels.encoders import Encoder, choose_encoder, encoder_tile
+from layerwise.kernels.encoding import encode, encode_both_into, encode_into
 from layerwise.layout.recipes import FP8_ROWS, MX_E4M3, MX_E5M2, BlockFormat, codes_nbytes
 from tests.codes import FORMATS, hard_numbers
 from tests.marks import sampled
@@ -296,9 +297,9 @@ def test_ten_million_codes_are_those_of_torchao(name: str, dtype: torch.dtype) -
 
 
 def torchs_own(x: Tensor, rows: Codes, cols: Codes | None) -> None:
-    codec._encode_into(x, rows)
+    encode_by_torch(x, rows)
     if cols is not None:
-        codec._encode_into(x.mT, cols)
+        encode_by_torch(x.mT, cols)
 
 
 def one_code_off(x: Tensor, rows: Codes, cols: Codes | None) -> None:
@@ -319,18 +320,18 @@ def test_a_kernel_that_has_other_bits_or_does_not_run_is_not_used(
 ) -> None:
     called = mock.Mock(side_effect=kernel)
     fake = SimpleNamespace(fused_encode=called)
-    codec._is_exact.cache_clear()
+    encoding._is_exact.cache_clear()
     x = torch.randn(64, 96).bfloat16()
     expected = encode(x, MX_E4M3)
     with (
         mock.patch.dict(sys.modules, {"layerwise.kernels.triton_codec": fake}),
-        mock.patch.object(codec, "encoder_for", return_value=Encoder("triton", "")),
+        mock.patch.object(encoding, "encoder_for", return_value=Encoder("triton", "")),
         warnings.catch_warnings(record=True) as heard,
     ):
         warnings.simplefilter("always")
         for _ in range(2 if said else 1):
             found = encode(x, MX_E4M3)
-    codec._is_exact.cache_clear()
+    encoding._is_exact.cache_clear()
     assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
     assert called.call_count == calls
     assert len(heard) == bool(said)

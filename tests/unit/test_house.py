@@ -60,6 +60,17 @@ def test_torch_distributed_is_used_in_comm_only() -> None:
     assert offenders == []
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Also not by way of imports inside functions, which only hide one. The package itself names its public names lazily."""
+    module_of = {"layerwise." + name.removesuffix(".py").replace("/", "."): name for name, _ in modules()}
+    left = {
+        name: {module_of[used] for used in imported_names(tree) & module_of.keys()} - {name} for name, tree in modules()
+    }
+    while done := {name for name, used in left.items() if not used & left.keys()}:
+        left = {name: used for name, used in left.items() if name not in done}
+    assert sorted(left) == []
+
+
 def test_only_one_module_imports_tyro_and_only_one_imports_rich() -> None:
     for package, home in (("tyro", "cli/main.py"), ("rich", "cli/console.py")):
         users = {

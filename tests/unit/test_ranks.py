@@ -22,6 +22,7 @@ def failing(rank: int, world: int) -> None:
 
 def unlucky(rank: int, world: int, folder: str, misses: int, swallow: bool) -> str:
     """A group of the job's own that gloo does not connect, as often as told; every rank leaves a note of each time."""
+    dist.barrier()  # who fails leaves at once, and would cut off a peer that is still connecting the first group
     times = len(list(Path(folder).glob(f"{rank}.*")))
     (Path(folder) / f"{rank}.{times}").touch()
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import layerwise
 from layerwise.comm.groups import all_ranks
-from layerwise.engine.engine import Engine, Settings
+from layerwise.engine.engine import Engine
+from layerwise.engine.settings import Settings
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.layout.shards import Held, Ranks

@@ -112,6 +112,27 @@ def test_what_goes_wrong_is_warned_of_at_once_and_raised_on_every_rank_where_it_
     assert not (tmp_path / "two").exists()
 
 
+def waited_for_by_one(rank: int, world: int, folder: str) -> list[str]:
+    """A save fails, and the first rank alone asks for it; then all of them save again, and again."""
+    training = trained(rank, 1)
+    with held_up(no_room_on_the_second), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        written = layerwise.save(Path(folder, "one"), training.model, training.optimizer, background=True)
+        while not written.is_done:
+            time.sleep(0.01)
+    save = lambda name: layerwise.save(Path(folder, name), training.model, training.optimizer)  # noqa: E731
+    found = [raised(written.wait)] if rank == 0 else []
+    return [*found, raised(lambda: save("two")), raised(lambda: save("three"))]
+
+
+def test_an_error_that_one_rank_was_told_of_is_told_to_all_once_and_no_more(tmp_path: Path) -> None:
+    first, second = run_ranks(2, waited_for_by_one, str(tmp_path))
+    assert "No space left" in first[0]
+    for told, went in (first[1:], second):
+        assert "No space left" in told
+        assert went == "nothing was raised"
+
+
 def one_after_another(rank: int, world: int, folder: str) -> list[Any]:
     training = trained(rank, 1)
     checkpoints = layerwise.Checkpoints(folder, keep=2, background=True)

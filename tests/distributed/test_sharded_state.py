@@ -3,6 +3,7 @@ of it."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,29 @@ def test_state_of_another_mesh_is_refused_by_name_and_nothing_is_lost() -> None:
         assert kept == "kept"
         assert "ValueError: state dict belongs to another layout" in layout
         assert "of param '0.weight' on other ranks, or cut in another way" in mesh
+
+
+def loaded_after_an_evaluation(rank: int, world: int) -> bool:
+    """A forward without backward leaves the root gathered: what is loaded then is what the next one reads."""
+    model = fully_shard(
+        nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).bfloat16(), mesh=init_device_mesh("cpu", (world,))
+    )
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+    x = torch.ones(2, 6, dtype=torch.bfloat16)
+    state = copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():
+        before = model(x).clone()
+    model(x).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        moved = model(x).clone()
+        optimizer.load_state_dict(state)
+        after = model(x)
+    return torch.equal(before, after) and not torch.equal(before, moved)
+
+
+def test_weights_that_were_gathered_for_an_evaluation_follow_what_is_loaded() -> None:
+    assert run_ranks(2, loaded_after_an_evaluation) == [True, True]
 
 
 def kept_at_home(rank: int, world: int) -> list[str]:

@@ -90,6 +90,50 @@ def test_a_single_process_with_a_plain_module_goes_on_too() -> None:
     assert all(map(torch.equal, straight, module.parameters()))
 
 
+def written_since(rank: int, world: int) -> list[str]:
+    """Somebody writes into weights between putting state together and asking for it."""
+    module, optimizer = build("flat", "muon", BF16)
+    optimizer.consolidate_state_dict()
+    whole = raised(optimizer.state_dict)
+    with torch.no_grad():
+        next(module.parameters()).fill_(3.0)
+    stale = raised(optimizer.state_dict)
+    optimizer.consolidate_state_dict()
+    state: Any = optimizer.state_dict()
+    masters = [kept["master"] for kept in state["state"].values()] if rank == 0 else []
+    return [whole, stale, str(any(bool((master == 3.0).all()) for master in masters))]
+
+
+def test_what_was_put_together_before_weights_were_written_is_not_taken_for_the_state() -> None:
+    first, second = run_ranks(2, written_since)
+    assert first[0] == "nothing was raised"
+    assert "StateError: weights were written since consolidate_state_dict()" in first[1]
+    assert first[2] == "True"
+    assert second[1] == "nothing was raised"  # its part
+
+
+def on_one_rank(rank: int, world: int) -> list[str]:
+    """A file that one rank has read is loaded by all, and by none."""
+    module, optimizer = build("flat", "muon", FP32)
+    steps(module, optimizer, range(1))
+    state: Any = optimizer.state_dict() if rank == 0 else None
+    said = raised(lambda: optimizer.load_state_dict(state))
+    hook = optimizer.register_load_state_dict_pre_hook(lambda _, given: given if rank == 0 else given["nothing"])
+    said_of_hook = raised(lambda: optimizer.load_state_dict(optimizer.state_dict()))
+    hook.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return [said, said_of_hook, str(optimizer.engine.count.steps)]
+
+
+def test_a_state_dict_that_one_rank_lacks_is_refused_on_all() -> None:
+    first, second = run_ranks(2, on_one_rank)
+    assert "rank 1 failed where others did not" in first[0]
+    assert "state dict is a NoneType: expected what layerwise.Optimizer.state_dict() gave" in second[0]
+    assert "rank 1 failed where others did not" in first[1]
+    assert "KeyError" in second[1]
+    assert first[2] == second[2] == "1"
+
+
 def refused(rank: int, world: int) -> list[str]:
     _, optimizer = build("compact", "muon", FP32)
     optimizer.consolidate_state_dict()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.checkpoint.manifest import ITEMSIZES
 from layerwise.comm.groups import Groups
-from layerwise.comm.sharded import local_of, reshard
+from layerwise.comm.sharded import local_of
 from layerwise.config.rules import RULES_BY_KIND, Rule
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError
@@ -146,11 +146,8 @@ class Contents:
         return self.engine.groups
 
     def make_ready(self) -> None:
-        """Have params where they are trained, before something is written into them. Every rank calls it."""
-        self.engine.check_bound()
-        reshard(self.engine.chunks)
-        self.engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
-        self.engine.storage.take_back()
+        """`Engine.make_ready`."""
+        self.engine.make_ready()
 
     def parts(self) -> Iterator[Part]:
         """Weights, what is not trained, and the optimizer's state."""

@@ -17,7 +17,7 @@ from torch import nn
 from layerwise.checkpoint.contents import Contents
 from layerwise.checkpoint.disk import PARTIAL, partial_of, read_manifest, sync_folder, write_files
 from layerwise.checkpoint.loading import Loaded, load
-from layerwise.checkpoint.saving import Saving, finish_before, on_first, save_and_then
+from layerwise.checkpoint.saving import Saving, on_first, save_and_then
 from layerwise.comm.groups import Groups, share
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed, warn
@@ -69,7 +69,7 @@ class Checkpoints:
         given up: they are set aside under another name, with a warning."""
         engine, path = Contents.of(model, optimizer).engine, self.path_of(step)
         groups = engine.groups
-        finish_before(engine)  # it may be of this step
+        engine.finish_errands()  # it may be of this step
         last = self._last.get(engine)
         since = step - 1 if last is None or step < last else last
 
@@ -114,7 +114,7 @@ class Checkpoints:
         """`layerwise.load` of a step, or of the last one that there is; None where there is none. Call it on every rank."""
         engine = Contents.of(model, optimizer).engine
         groups = engine.groups
-        finish_before(engine)
+        engine.finish_errands()
         steps = self.steps()
         last = _first_says(groups, steps[-1] if steps else None)
         if step is None and last is None:

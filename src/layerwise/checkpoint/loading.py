@@ -23,7 +23,7 @@ from layerwise.checkpoint.fitting import Names, Policy, Read, fit
 from layerwise.checkpoint.manifest import Manifest, expect
 from layerwise.checkpoint.plain import from_plain, number
 from layerwise.checkpoint.rates import rates_of
-from layerwise.checkpoint.saving import EXTRA, RNG, finish_before
+from layerwise.checkpoint.saving import EXTRA, RNG
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed
@@ -86,7 +86,7 @@ def load(
     else:
         contents = Contents.of(model, optimizer)
         optimizer = contents.optimizer
-        finish_before(contents.engine)  # it may be what is asked for
+        contents.engine.finish_errands()  # it may be what is asked for
     groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
     manifest = derive_together(

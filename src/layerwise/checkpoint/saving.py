@@ -110,7 +110,7 @@ def save_and_then(
     contents = Contents.of(model, optimizer)
     engine, optimizer = contents.engine, contents.optimizer
     groups, target = engine.groups, Path(path).absolute()  # a thread writes it, whatever the folder is by then
-    finish_before(engine)
+    engine.finish_errands()
     if optimizer is not None:
         optimizer.bring_up_to_date()
     else:
@@ -165,12 +165,6 @@ def _warn_of_left_out(engine: Engine) -> None:
             "extra=, and give it back after load().",
             aloud=engine.groups.rank == 0,
         )
-
-
-def finish_before(engine: Engine) -> None:
-    """Wait for a checkpoint that is still being written; raise, on every rank, what nobody was told of."""
-    if not engine.errands.is_idle:
-        _together(engine.groups, engine.errands.finish)
 
 
 def _together(groups: Groups, do: Callable[[], None]) -> None:

@@ -124,14 +124,14 @@ def import_weights(weights: Path, states: list[Path], target: Path) -> int:
     tensors = {f"{MODEL}.{name}": tensor for name, tensor in read_weights(weights)}
     params = {key.removeprefix(f"{MODEL}."): tensor for key, tensor in tensors.items()}
     rules: dict[str, str] = {}
-    steps = {0}
+    steps: dict[str, int] = {}
     for path in states:
         for name, state in _named_states(path).items():
             if name not in params:
                 raise CheckpointError(f"{path} has state of {name!r}, and {weights} has no such param.")
             for kind, tensor in state.items():
                 if kind == "step":
-                    steps.add(int(tensor))
+                    steps[name] = int(tensor)
                 elif kind in _KINDS and tensor.shape == params[name].shape:
                     rules[name], own = _KINDS[kind]
                     tensors[f"{STATE}.{name}.{own}"] = tensor.to(torch.float32)
@@ -140,12 +140,16 @@ def import_weights(weights: Path, states: list[Path], target: Path) -> int:
                         f"{path} has {kind!r} of shape {tuple(tensor.shape)} for {name!r}: expected {listed(sorted(_KINDS))} of the "
                         "param's shape, as torch.optim.Muon and AdamW keep them."
                     )
+    # The model has taken as many as the param with most; torch's Muon counts none.
+    most = max(steps.values(), default=0)
     facts = {
-        name: ParamFacts(list(tensor.shape), rules.get(name, "frozen" if rules else ""), [], [])
+        name: ParamFacts(
+            list(tensor.shape), rules.get(name, "frozen" if rules else ""), [], [], begun=most - steps.get(name, most)
+        )
         for name, tensor in params.items()
     }
     about = {
-        "step": max(steps),
+        "step": most,
         "world": 1,
         "layout": "imported",
         "plan": "",

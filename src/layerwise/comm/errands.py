@@ -62,9 +62,14 @@ class Errands:
 
     def finish(self) -> None:
         """Wait for the last one; raise what it raised, unless somebody was told already."""
-        if self._last is not None:
-            self._last.wait_unless_seen()
-            self._last = None
+        last = self._last
+        if last is None:
+            return
+        try:
+            last.wait_unless_seen()
+        finally:
+            if last.is_done:  # however it has ended, on every rank; a wait may be interrupted
+                self._last = None
 
     @property
     def is_idle(self) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -24,10 +23,11 @@ from layerwise.engine.count import StepCount
 from layerwise.engine.gradients import CopiedGradients, Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.reducer import GradReducer
+from layerwise.engine.settings import Settings
 from layerwise.engine.traffic import Traffic
 from layerwise.errors import PlanMismatchError, StateError, listed, warn
 from layerwise.layout.meshes import Placed, copied_on
-from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
+from layerwise.layout.options import DEFAULT_OPTIONS, Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.shards import Ranks
 from layerwise.memory.copies import Copies
@@ -38,43 +38,6 @@ from layerwise.models.tree import ModuleTree
 from layerwise.routing.geometry import Box
 from layerwise.routing.rules import suspicion
 from layerwise.routing.spec import DENSE, EXPERT
-
-_SWITCHES = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "align_param_gather",
-    "check_collectives",
-    "check_replicas",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a DataParallel was asked for; `DataParallel` documents them. What makes a plan is in `options`."""
-
-    options: Options = DEFAULT_OPTIONS
-    ties: Mapping[str, str] = field(default_factory=dict)
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = False
-    prefetch: int | None = None
-    align_param_gather: bool = False
-    check_collectives: bool = False
-    check_replicas: bool = False
-
-    def __post_init__(self) -> None:
-        for name in _SWITCHES:
-            check_switch(name, getattr(self, name))
-        ahead = self.prefetch
-        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
-            raise ValueError(f"prefetch must be a number of buckets, 0 or more, or None for all, got {ahead!r}.")
-        if not isinstance(self.ties, Mapping) or not all(
-            isinstance(text, str) and text for pair in self.ties.items() for text in pair
-        ):
-            raise TypeError(
-                f"ties must be a dict from the name of a tie to the fqn of the copy here, got {self.ties!r}."
-            )
-        if len(set(self.ties.values())) < len(self.ties):
-            raise ValueError(f"ties={dict(self.ties)} names one param twice: a weight has one tie.")
 
 
 def plan_for(
@@ -252,7 +215,7 @@ class Engine:
     @torch.no_grad()
     def release(self) -> None:
         """Weights up to date in memory of their own, and no hook: the engine is of no use any more."""
-        self.errands.finish()
+        self.finish_errands()
         self.publisher.ensure_all()
         self.gradients.when_dropped = lambda: None  # no reduction comes after this
         self.gradients.forget()
@@ -269,6 +232,18 @@ class Engine:
         """Raise if the module was taken back."""
         if self.is_released:
             raise StateError("the model was unwrapped: its module is as it was. Wrap the module anew to train it.")
+
+    def make_ready(self) -> None:
+        """Have params where they are trained, before something is written into them. Every rank calls it."""
+        self.check_bound()
+        reshard(self.chunks)
+        self.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
+        self.storage.take_back()
+
+    def finish_errands(self) -> None:
+        """Wait for what is still done beside training; raise, on every rank, what nobody was told of."""
+        if not self.errands.is_idle:
+            derive_together(self.groups, "checkpoints", self.errands.finish, lambda _: {})
 
     def _plan(self, params: Mapping[str, nn.Parameter]) -> Plan:
         if self._placed is None:

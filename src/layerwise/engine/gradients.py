@@ -5,7 +5,7 @@ Whoever brings them leaves, in each shard's update, sums that become averages by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
@@ -35,9 +35,9 @@ class Divisors(NamedTuple):
     scale: float
     """Of the loss."""
     common: float
-    """What norms are divided by, of sums that are brought to it first."""
-    by_shard: Mapping[int, float]
-    """By number of the shard plan, loss scale included."""
+    """What norms are divided by, of sums that are brought to it first: those of stages may have another divisor."""
+    own: float
+    """Of the sums here."""
 
 
 class Gradients(Protocol):
@@ -79,10 +79,11 @@ class Gradients(Protocol):
 
     @property
     def common_divisor(self) -> float:
-        """What makes averages of most sums: norms are taken of sums that have this one."""
+        """What makes averages of sums as they are everywhere: norms are taken of sums that have this one."""
 
-    def divisor_of(self, shard: Shard) -> float:
-        """What makes averages of a shard's sums."""
+    @property
+    def own_divisor(self) -> float:
+        """What makes averages of the sums here."""
 
     def settle(self) -> None:
         """Have nothing under way, on any rank; all of them call it."""
@@ -96,6 +97,7 @@ class _GivenGradients:
 
     are_reduced = True
     common_divisor = 1.0
+    own_divisor = 1.0
 
     def __init__(self, storage: Storage) -> None:
         self.said = Said()
@@ -121,9 +123,6 @@ class _GivenGradients:
 
     def settle(self) -> None:
         """Nothing is on its way."""
-
-    def divisor_of(self, shard: Shard) -> float:
-        return self.common_divisor
 
     def forget(self) -> None:
         self.said = Said()

@@ -153,9 +153,8 @@ class Measure:
         """They change with the loss scale and with nothing else."""
         scale = self._scaler.scale if self._scaler is not None else 1.0
         if self._last_divisors is None or self._last_divisors.scale != scale:
-            gradients, shards = self._engine.gradients, self._engine.storage.shards
-            by_shard = {shard.plan.index: gradients.divisor_of(shard) * scale for shard in shards}
-            self._last_divisors = Divisors(scale, gradients.common_divisor * scale, by_shard)
+            gradients = self._engine.gradients
+            self._last_divisors = Divisors(scale, gradients.common_divisor * scale, gradients.own_divisor * scale)
         return self._last_divisors
 
     def _preflight(self, live: Live, check: Callable[[], None]) -> Exception | None:

@@ -188,7 +188,7 @@ class Publisher:
     def _impatient(self, replica: Replica) -> Iterator[None]:
         """Where gathers are launched as forward asks for them, it may be one rank alone that reads, while the others wait for
         it elsewhere: say what it waits for."""
-        if not self._is_lazy:
+        if not self._is_lazy or self._storage.device.type == "cuda":  # there it is the device that waits, and no rank
             yield
             return
         name = replica.plan.placements[0].fqn

@@ -25,7 +25,6 @@ from layerwise.errors import StateError, listed
 from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.schedule import tie_op
 from layerwise.memory.replicas import Replica
-from layerwise.memory.shards import Shard
 from layerwise.memory.storage import Storage
 
 
@@ -345,7 +344,8 @@ class GradReducer:
     def common_divisor(self) -> float:
         return float(self._storage.plan.world)
 
-    def divisor_of(self, shard: Shard) -> float:
+    @property
+    def own_divisor(self) -> float:
         return self._storage.plan.world / self._predivisor
 
     def check(self) -> None:

@@ -81,7 +81,6 @@ class StatsPass:
         self._position = position
         group_position = {name: index for index, name in enumerate(self.names)}
         pairs = [(shard, span) for shard in storage.shards if _is_first_copy(shard, engine) for span in shard.spans]
-        self._pairs = pairs
         counts = [speaks_for(shard.plan, span, storage.ranks[shard.plan.domain]) for shard, span in pairs]
         self._device = storage.device
         ties = sorted(engine.roster.copies.items())
@@ -154,9 +153,8 @@ class StatsPass:
         of ranks.
         """
         sums = square_sums(self._updates.now()).to(self._device)
-        weights = self._weights(divisors)
-        if weights is not None:
-            sums *= weights
+        if divisors.own != divisors.common:
+            sums *= (divisors.common / divisors.own) ** 2
         vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
         groups, nonfinite = vector[: self._sizes.groups], vector[self._known_part.stop :]
         add_totals(sums, self._groups, self._params, groups=groups, nonfinite=nonfinite)
@@ -218,13 +216,6 @@ class StatsPass:
         vector = self._known.to(self._device, non_blocking=True, copy=True)
         self._communicator.all_reduce(self.op, vector).wait()
         return self._is_consistent(self._coming_back(vector)())
-
-    def _weights(self, divisors: Divisors) -> Tensor | None:
-        """What brings squares of sums that have divisors of their own to the common one; None where there are none."""
-        if set(divisors.by_shard.values()) <= {divisors.common}:
-            return None
-        own = [divisors.common / divisors.by_shard[shard.plan.index] for shard, _ in self._pairs]
-        return torch.tensor(own, dtype=torch.float64, device=self._device).square()
 
     def _note_settings(self, settings: str, tie_settings: Mapping[str, str], mine: Seen | None) -> None:
         """Words of this rank's settings, at its stage's place and at those of its ties, and what little comes before them

@@ -187,9 +187,8 @@ class Update:
         Gradients arrive as sums over ranks (of a scaled loss). One division in fp32 makes them averages, with the same
         rounding in every layout.
         """
-        for divisor in set(divisors.by_shard.values()) - {1.0}:
-            updates = [shard.update for shard in self._shards if divisors.by_shard[shard.plan.index] == divisor]
-            torch._foreach_div_(updates, divisor)
+        if divisors.own != 1.0 and self._shards:
+            torch._foreach_div_([shard.update for shard in self._shards], divisors.own)
         for name, parts in self._mixed.items():
             scale_(list(parts.now()), coefficients[name])
         self._verdict = verdict

@@ -137,6 +137,8 @@ class Storage:
         self.shards: tuple[Shard, ...] = tuple(replica.shard for replica in self.replicas) or tuple(
             self._own_shard(shard) for shard in plan.shards
         )
+        self.changes = 0
+        """How often weights have changed, by a step, by loading, or by who writes into them, as far as that was noticed."""
         self._fqns = tuple(self.params)
         self._places = Places(tuple(self.params.values()), held_of)
 
@@ -313,6 +315,7 @@ class Storage:
 
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
+        self.changes += 1
         apart = (held for fqn, held in self.held.items() if held is not self.params[fqn])
         increment_version([*self.params.values(), *apart])
         self._places.note()
@@ -341,6 +344,7 @@ class Storage:
         it would with any torch optimizer. We write through the replica and never through the param, so its version
         moves only for others. Returns which ones."""
         changed = self.take_back() | {self._fqns[number] for number in self._places.written()}
+        self.changes += bool(changed)
         for shard in self.shards if changed else ():
             for span in shard.spans:
                 if span.fqn in changed:
@@ -350,6 +354,7 @@ class Storage:
     @torch.no_grad()
     def pull_all(self) -> None:
         """Take what forward reads as the truth, as far as somebody wrote it."""
+        self.changes += 1
         for shard in self.shards:
             for span in shard.spans:
                 self._pull(shard, span)

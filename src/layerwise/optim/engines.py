@@ -27,7 +27,8 @@ from layerwise.comm.groups import (
 )
 from layerwise.comm.sharded import gathered_params, groups_of, is_sharded, placements_of, reshard
 from layerwise.config.rules import tp_mode_of
-from layerwise.engine.engine import Engine, Settings
+from layerwise.engine.engine import Engine
+from layerwise.engine.settings import Settings
 from layerwise.errors import StateError
 from layerwise.kernels.foreign import adapter_of
 from layerwise.layout.cost import cost_of

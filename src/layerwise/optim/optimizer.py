@@ -40,7 +40,7 @@ from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
 from layerwise.optim.state import STEP, ExtraState, after_hooks, export_state, extra_state_of, fit_state, say_part
-from layerwise.optim.whole import part_of, put_together, refuse_apart
+from layerwise.optim.whole import Whole, part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
 
 
@@ -48,8 +48,8 @@ class Optimizer(torch.optim.Optimizer):
     """Steps a `DataParallel` model, a `DistributedDataParallel` one, a module that torch's `fully_shard` or
     `parallelize_module` has cut, or a plain one in a single process.
 
-    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Gradients
-    that somebody else has reduced are left as they are: call `zero_grad()`, as with any torch optimizer.
+    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Those of a
+    `DistributedDataParallel`, or with gradients="reduced", are left as they are: call `zero_grad()`, as with any torch optimizer.
 
     Args:
         model: a `DataParallel`, a `DistributedDataParallel`, or an `nn.Module`, whose params may be DTensors.
@@ -124,7 +124,7 @@ class Optimizer(torch.optim.Optimizer):
         self._is_sealed = False
         self.has_said_part = False
         """Whether the user knows that `state_dict()` is a part of the whole: said once."""
-        self._whole: dict[str, dict[str, Tensor]] | None = None
+        self._whole: Whole | None = None
 
         def plan_arguments() -> StepPlan:
             refuse_unfit(self.engine, asked)
@@ -282,8 +282,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._whole is None:
             return export_state(packed, extra)
         fqns = [fqn for group in self.param_groups for fqn in group["fqns"]]
-        steps = {fqn: {STEP: kept[STEP]} for fqn, kept in self._state_by_fqn.items() if STEP in kept}
-        packed["state"] = {number: {**steps.get(fqn, {}), **self._whole[fqn]} for number, fqn in enumerate(fqns)}
+        packed["state"] = self._whole.entries(fqns, self._state_by_fqn, self.engine.storage)
         return export_state(packed, extra, whole=True)
 
     @never_traced
@@ -297,20 +296,16 @@ class Optimizer(torch.optim.Optimizer):
         self.bring_up_to_date()
         keep = to == engine.groups.rank
         whole = put_together(self._state_by_fqn, engine.storage, self._at_home, engine.everyone, keep=keep)
-        self._whole = whole if keep else None
+        self._whole = Whole(whole, engine.storage.changes) if keep else None
 
     @never_traced
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
         it on every rank."""
-        engine = self.engine
-        engine.check_bound()
-        state_dict = after_hooks(self, state_dict)
-        engine.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
-        engine.storage.take_back()
+        self.engine.make_ready()
         fitting = derive_together(
-            engine.groups,
+            self.engine.groups,
             "state dicts",
             lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=tuple(PLANNED)),
             lambda found: {**{name: found.extra[name] for name in ("step", "loss_scale")}, "begun": found.begun},
@@ -372,8 +367,9 @@ class Optimizer(torch.optim.Optimizer):
     def _at_home(self) -> dict[tuple[str, str], AtHome]:
         return self.stepper.update.at_home()
 
-    def _my_part(self, state_dict: Mapping[str, object]) -> Mapping[str, object]:
-        return part_of(state_dict, self._state_by_fqn, self.engine.storage, self._at_home, self._extra_state())
+    def _my_part(self, state_dict: dict[str, object]) -> Mapping[str, object]:
+        theirs = after_hooks(self, state_dict)
+        return part_of(theirs, self._state_by_fqn, self.engine.storage, self._at_home, self._extra_state())
 
     def _extra_state(self) -> ExtraState:
         return extra_state_of(self.engine, self.stepper.scaler)

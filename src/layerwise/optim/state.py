@@ -96,6 +96,10 @@ def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: boo
 
 def after_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, object]) -> dict[str, object]:
     """What hooks that were registered for it make of a state dict before it is loaded. The user's own stays as it is."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state dict is a {type(state_dict).__name__}: expected what layerwise.Optimizer.state_dict() gave. Load it on every rank."
+        )
     state_dict = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         found = hook(optimizer, state_dict)

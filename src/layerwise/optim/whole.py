@@ -4,7 +4,7 @@ taken apart again, on any number of ranks and in any layout."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,22 @@ class _Part(NamedTuple):
 
     span: Span
     is_first: bool
+
+
+class Whole(NamedTuple):
+    """What was put together, and how often weights had changed by then."""
+
+    state: State
+    changes: int
+
+    def entries(self, fqns: Sequence[str], own: State, storage: Storage) -> dict[int, dict[str, Tensor]]:
+        """As torch has it in a state dict: by number of the param. Raises if it is not the state as it is any more."""
+        if self.changes != storage.changes:
+            raise StateError(
+                "weights were written since consolidate_state_dict(): what it put together is of before. Call it again, on every rank."
+            )
+        steps = {fqn: {STEP: kept[STEP]} for fqn, kept in own.items() if STEP in kept}
+        return {number: {**steps.get(fqn, {}), **self.state[fqn]} for number, fqn in enumerate(fqns)}
 
 
 def refuse_apart(engine: Engine) -> None:

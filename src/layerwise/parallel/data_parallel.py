@@ -24,8 +24,9 @@ from layerwise.comm.groups import (
     num_stages,
 )
 from layerwise.comm.scopes import scope
-from layerwise.engine.engine import Engine, Settings
+from layerwise.engine.engine import Engine
 from layerwise.engine.reducer import GradReducer
+from layerwise.engine.settings import Settings
 from layerwise.errors import StateError
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import Plan

@@ -31,7 +31,7 @@ def totals(**square_sums: float) -> Totals:
         problems=0,
         scaled=(0,),
         unscaled=(0,),
-        divisors=Divisors(1.0, 2.0, {}),
+        divisors=Divisors(1.0, 2.0, 2.0),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 import layerwise
 from layerwise.dtypes import DType
-from layerwise.engine.engine import Settings
+from layerwise.engine.settings import Settings
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan
 from layerwise.planner.report import Setting

@@ -1,4 +1,5 @@
-"""Weights that were brought up to date on one CUDA stream and are read on another. Needs CUDA; CI has none."""
+"""Weights that were brought up to date on one CUDA stream and are read on another, and gradients that several of them write. Needs
+CUDA; CI has none."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import layerwise
 from layerwise.comm.handles import Handle
 from layerwise.engine.publisher import Publisher
+from tests.ranks import run_ranks
 from tests.worlds import Hyper, rules
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: run on a machine with one")
@@ -136,3 +138,44 @@ def test_a_forward_can_be_captured_once_weights_are_there() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(seen, expected)
+
+
+class SlowBackward(torch.autograd.Function):
+    """The identity, whose gradient takes a while, on the stream of its forward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        torch.cuda._sleep(SLEEP)
+        return grad.clone()
+
+
+def half_on_the_side(rank: int, world: int, aside: bool) -> list[Tensor]:
+    """Weights of two layers in one bucket, of which the one whose gradient comes first runs on another stream."""
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    module = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)).cuda()
+    model = layerwise.DataParallel(module)
+    optimizer = layerwise.Optimizer(model, **rules(Hyper()))
+    side = torch.cuda.Stream() if aside else torch.cuda.current_stream()
+    x = X.cuda() * (rank + 1)
+    for _ in range(3):  # from the second on, buckets are reduced while backward runs
+        last = module[1](x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            first = SlowBackward.apply(module[0](x))
+        torch.cuda.current_stream().wait_stream(side)
+        (first.square().sum() + last.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().cpu() for param in module.parameters()]
+
+
+def test_a_bucket_is_reduced_behind_all_streams_that_wrote_into_it() -> None:
+    for found, expected in zip(
+        run_ranks(2, half_on_the_side, True), run_ranks(2, half_on_the_side, False), strict=True
+    ):
+        assert all(map(torch.equal, found, expected))

@@ -26,6 +26,7 @@ from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.schedule import tie_op
 from layerwise.memory.replicas import Replica
 from layerwise.memory.storage import Storage
+from layerwise.memory.streams import InTurn
 
 
 class GradReducer:
@@ -61,6 +62,8 @@ class GradReducer:
         self._ties = {replica.plan.index: ties[replica.plan.tie] for replica in storage.replicas if replica.plan.tie}
         self._groups = storage.plan.reduce_groups
         self._bucket_of = storage.plan.bucket_of
+        # Backward writes a gradient on the stream of its param's forward, and reduces a bucket on that of its last one.
+        self._turns = InTurn(storage.device) if storage.device.type == "cuda" else None
         self._written: set[str] = set()
         self._seen: set[str] = set()
         self._arrivals: dict[str, int] = {}
@@ -90,6 +93,8 @@ class GradReducer:
     def write(self, fqn: str, grad: Tensor, *, sync: bool) -> None:
         """Add a gradient. With `sync` it belongs to the last microbatch, so its bucket may be reduced once all of its
         gradients are in."""
+        if self._turns is not None:
+            self._turns.go_on()
         self._is_last_round = sync
         progress = self._progress[self._bucket_of[fqn]]
         if progress.phase is BucketPhase.FILLING:
@@ -138,6 +143,8 @@ class GradReducer:
     @torch.no_grad()
     def reduce_again(self, fqns: Iterable[str]) -> None:
         """Add what came late to the sums of these params' buckets: the same ones on every rank."""
+        if self._turns is not None:
+            self._turns.go_on()
         more_of: dict[int, Tensor] = {}
         for index in sorted({self._bucket_of[fqn] for fqn in fqns}):
             replica = self._storage.replicas[index]
@@ -280,6 +287,8 @@ class GradReducer:
         return self._storage.replicas[index].plan
 
     def _launch_rest(self) -> None:
+        if self._turns is not None:
+            self._turns.go_on()
         while self._next < len(self._groups):
             self._launch_next()
 

@@ -12,6 +12,7 @@ from layerwise.errors import StateError
 from layerwise.kernels.stored import ParamStorage
 from layerwise.layout.storage import STAGING_SLOTS
 from layerwise.memory.replicas import Replica, ReplicaState
+from layerwise.memory.streams import Written
 
 
 class StagingRing:
@@ -19,7 +20,8 @@ class StagingRing:
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self._numel, self._device = numel, device
-        self._free: list[Tensor] = []
+        self._free: list[tuple[Tensor, Written | None]] = []
+        """Each with what was done with it last, on whichever stream."""
         self._leased: list[Tensor] = []
 
     @property
@@ -30,14 +32,19 @@ class StagingRing:
         """Memory for a bucket."""
         if not self.has_room:
             raise StateError(f"all {STAGING_SLOTS} staging slots are out: one of their gathers has to land first.")
-        slot = self._free.pop() if self._free else torch.empty(self._numel, dtype=torch.bfloat16, device=self._device)
+        if self._free:
+            slot, written = self._free.pop()
+            if written is not None:
+                written.wait()
+        else:
+            slot = torch.empty(self._numel, dtype=torch.bfloat16, device=self._device)
         self._leased.append(slot)
         return slot[:numel]
 
     def release(self, leased: Tensor) -> None:
         (slot,) = (slot for slot in self._leased if slot.data_ptr() == leased.data_ptr())
         self._leased = [other for other in self._leased if other is not slot]
-        self._free.append(slot)
+        self._free.append((slot, Written(self._device) if slot.is_cuda else None))
 
     def free(self) -> None:
         """Let go of slots that nobody has."""
@@ -46,7 +53,7 @@ class StagingRing:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All slots, leased or free."""
-        return (*self._free, *self._leased)
+        return (*(slot for slot, _ in self._free), *self._leased)
 
 
 @dataclass(frozen=True, eq=False)

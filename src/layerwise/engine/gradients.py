@@ -88,6 +88,9 @@ class Gradients(Protocol):
     def settle(self) -> None:
         """Have nothing under way, on any rank; all of them call it."""
 
+    def leave(self) -> None:
+        """They were not used, and what is the user's stays where it is: to be looked at, or for another step."""
+
     def forget(self) -> None:
         """They were used, or are not wanted any more."""
 
@@ -123,6 +126,9 @@ class _GivenGradients:
 
     def settle(self) -> None:
         """Nothing is on its way."""
+
+    def leave(self) -> None:
+        """They are the user's: nothing is taken away."""
 
     def forget(self) -> None:
         self.said = Said()
@@ -270,6 +276,10 @@ class OwnGradients(_GivenGradients):
                 self._elsewhere[fqn] = place
                 self._bind(self._shard_of[fqn], place.brought(self._params[fqn], grad))
         self.late = frozenset()
+
+    def leave(self) -> None:
+        if self._bound is not None:
+            self._bound = []
 
     def forget(self) -> None:
         super().forget()

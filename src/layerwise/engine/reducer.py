@@ -342,6 +342,9 @@ class GradReducer:
         has_launched, self._has_launched = self._has_launched, False
         return has_launched
 
+    def leave(self) -> None:
+        """None of them is the user's: they lie in buckets."""
+
     def forget_one(self, fqn: str) -> None:
         """Forget a param's gradient, once that of every other is to be forgotten too: buckets are reduced whole, on all
         ranks or on none."""

@@ -116,6 +116,10 @@ class Stepper:
                 self._step_unseen(begun)
             else:
                 self._step_seen(measure.agreed(begun, measure.reduce(begun)(), prepare), begun.live)
+        except BaseException:
+            if not self._half_way:
+                self._engine.gradients.leave()
+            raise
         finally:
             self.forget()
             self._is_stepping = False

@@ -19,7 +19,7 @@ def _with_polar_norm(update_BMN: Tensor) -> Tensor:
     # One matrix at a time: a reduction over a batch may split its sums by batch size, and a matrix's update must not
     # depend on its neighbours.
     norms_B = torch.stack([torch.linalg.vector_norm(matrix) for matrix in update_BMN])
-    factors_B = math.sqrt(min(rows, cols)) / norms_B.clamp_min(torch.finfo(torch.float32).tiny)
+    factors_B = torch.where(norms_B != 0, math.sqrt(min(rows, cols)) / norms_B, 0.0)  # no update has no direction
     return update_BMN * factors_B[:, None, None]
 
 

@@ -324,6 +324,52 @@ def test_a_module_keeps_its_memory_its_mode_and_its_forward() -> None:
         assert reading.split == row_blocks((36, D), (12, 12, 12))
 
 
+class Remembering(nn.Module):
+    """Keeps a table that it makes when it is first asked, and other things that forwards keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 20), nn.Linear(20, D)
+        self.table: torch.Tensor | None = None
+        self.mean, self.count = torch.full((D,), 5.0), torch.zeros(1, dtype=torch.long)
+        self.register_buffer("steps", torch.zeros(1))
+        self.lengths: list[int] = [1]
+        self.by_length: dict[int, torch.Tensor] = {1: torch.ones(1)}
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(x.shape[1], device=x.device).float()[:, None].cos()
+            self.extra = self.down(self.up(x))
+        out = x * self.table + self.down(self.up(x).relu())
+        self.mean.copy_(out.mean((0, 1)))
+        self.count += 1
+        self.steps += 1
+        self.by_length[1].mul_(3)
+        mask.masked_fill_(mask > 0, 9)
+        self.lengths.append(x.shape[1])
+        self.by_length[x.shape[1]] = self.table
+        self.calls += 1
+        return out
+
+
+def test_a_module_keeps_what_its_forward_remembers() -> None:
+    model, mask = Remembering(), torch.ones(3, dtype=torch.long)
+    names = set(vars(model))
+    found = trace(model, (X, mask))
+    assert found.problem == ""
+    assert found.readings["up.weight"].role is Role.MAP
+    assert set(vars(model)) == names
+    assert (model.table, model.lengths, list(model.by_length), model.calls) == (None, [1], [1], 0)
+    assert model.mean.tolist() == [5.0] * D
+    assert model.by_length[1].tolist() == [1.0]
+    assert model.count.tolist() == [0]
+    assert mask.tolist() == [1, 1, 1]
+    assert model.steps.tolist() == [0.0]
+    assert model(X, mask).isfinite().all()  # with values, and a table of its own
+    assert model.lengths == [1, X.shape[1]]
+
+
 @pytest.mark.parametrize(
     ("layer", "gates"), [(nn.LSTM(D, 7, batch_first=True), 4), (nn.GRU(D, 7, batch_first=True), 3)]
 )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import layerwise
+from layerwise.errors import NonFiniteError
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda module: module, layerwise.DataParallel], ids=["plain", "DataParallel"])
 Wrap = Callable[[nn.Module], nn.Module]
@@ -112,3 +113,24 @@ def test_what_cannot_be_trained_yet_is_named(wrap: Wrap) -> None:
             optimizer_of(wrap(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"param 'weight' was made within torch.inference_mode\(\)"):
         optimizer_of(wrap(made))
+
+
+def test_a_step_that_is_refused_leaves_gradients_where_they_are() -> None:
+    """Of a plain module, whose `.grad` is the user's: to be looked at, and for the step that is right."""
+    module, x = build(), torch.ones(2, 8)
+    optimizer = optimizer_of(module, nonfinite="raise")
+    (module(x).sum() * float("nan")).backward()
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
+    assert all(param.grad is not None and param.grad.isnan().any() for param in module.parameters())
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    optimizer.param_groups[0]["lr"], right = -1.0, optimizer.param_groups[0]["lr"]
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = right
+    before = [param.detach().clone() for param in module.parameters()]
+    optimizer.step()
+    assert not optimizer.stats.skipped
+    assert not any(map(torch.equal, before, module.parameters()))
+    assert all(param.grad is None for param in module.parameters())

@@ -21,8 +21,15 @@ Handler = Callable[[Books, Call], None]
 class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows a forward, and writes down in its books what it sees."""
 
-    def __init__(self, params: Mapping[str, Tensor], inputs: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        inputs: Iterable[Tensor],
+        about_to: Callable[[Any, Sequence[Any], Mapping[str, Any]], None],
+    ) -> None:
+        """`about_to` is told of every operation before it runs."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._about_to = about_to
         self.books = Books(params, inputs)
 
     def __torch_dispatch__(
@@ -36,6 +43,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer
         args = self.books.answers.fitted(name, args)
         args, kwargs = self._all_meta(name, args, kwargs)
+        self._about_to(func, args, kwargs)
         out = func(*args, **kwargs)
         self.books.step += 1
         outs = [found for found in tree_leaves(out) if isinstance(found, Tensor)]

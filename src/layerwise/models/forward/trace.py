@@ -16,6 +16,7 @@ from layerwise.models import names
 from layerwise.models.forward.answers import KnownIndices
 from layerwise.models.forward.blocks import Blocks
 from layerwise.models.forward.follow import Follower
+from layerwise.models.forward.keeping import keeping
 from layerwise.models.forward.reading import read_params
 from layerwise.models.names import joined, unwrapped
 from layerwise.routing.readings import Reading, Readings, Role
@@ -31,17 +32,18 @@ class Trace:
 
 
 def trace(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Trace:
-    """Follow `module(*args, **kwargs)` without values: neither the module nor its memory change, and nothing is computed.
+    """Follow `module(*args, **kwargs)` without values: neither the module nor its memory change, whatever its forward keeps in
+    its attributes, and nothing is computed.
 
     Params of two or more dims get a reading. What could not be followed is `Role.UNSEEN`, with the reason.
     """
     root = unwrapped(module)
     named = dict(names.named_parameters(root))
-    with _without_values(root) as stand_ins:
+    args, kwargs = tree_map(_bare, (tuple(args), dict(kwargs or {})))
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    with keeping(root, given) as kept, _without_values(root) as stand_ins:
         params = {fqn: stand_ins[id(param)] for fqn, param in named.items()}
-        args, kwargs = tree_map(_bare, (tuple(args), dict(kwargs or {})))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        follower = Follower(params, given)
+        follower = Follower(params, given, kept.note)
         blocks = Blocks(root, follower.books.labels.of, follower.books.mark_live)
         problem = _run(root, follower, blocks, args, kwargs)
         readings: Readings = read_params(follower.books, {fqn: tuple(param.shape) for fqn, param in params.items()})

@@ -113,11 +113,33 @@ def looks(run: Run, rank: int) -> None:
         assert param.float().isfinite().all()
 
 
+def writes_back(run: Run, rank: int) -> None:
+    """What was read is written, and read and written again."""
+    model, _ = run
+    for _ in range(2):
+        model.module.load_state_dict({name: tensor.clone() for name, tensor in model.module.state_dict().items()})
+
+
+def swaps_an_average(run: Run, rank: int) -> None:
+    """Other weights for an evaluation, and then the own ones again."""
+    model, _ = run
+    own = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    writes_weights(run, rank)
+    with torch.no_grad():
+        loss_of(model, rank, 80)
+    model.module.load_state_dict(own)
+
+
+def does_nothing(run: Run, rank: int) -> None:
+    """What these two come to."""
+
+
 ACTIONS: dict[str, Callable[[Run, int], None]] = {
     action.__name__: action
     for action in (
         *(writes_weights, pulls_weights, restores_state, keeps_a_graph),
         *(leaves_modules_out, fails_half_way, skips, looks),
+        *(writes_back, swaps_an_average),
     )
 }
 
@@ -152,6 +174,25 @@ WAYS = {
 @pytest.mark.parametrize("name", ACTIONS)
 def test_whatever_happens_codes_are_those_of_masters(name: str, way: str) -> None:
     assert [text for texts in run_ranks(2, live, name, WAYS[way]) for text in texts] == []
+
+
+def untouched(rank: int, world: int, gather: str) -> list[str]:
+    """Hashes of a run in which weights are read and written back, in two ways, and of one in which nobody does that."""
+    found = []
+    for action in (does_nothing, writes_back, swaps_an_average):
+        run = prepare(replace(Way(), gather=gather))
+        for step in range(3):
+            take_step(run, rank, step)
+            action(run, rank)
+        take_step(run, rank, 3)
+        found.append(hash_tensors(truth(run[0]).values()))
+    return found
+
+
+@pytest.mark.parametrize("gather", ["quantized", "bf16"])
+def test_masters_know_better_than_codes_that_are_written_back(gather: str) -> None:
+    for nothing, back, swapped in run_ranks(2, untouched, gather):
+        assert nothing == back == swapped
 
 
 def lends(rank: int, world: int) -> list[str]:

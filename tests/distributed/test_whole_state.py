@@ -112,6 +112,48 @@ def test_what_was_put_together_before_weights_were_written_is_not_taken_for_the_
     assert second[1] == "nothing was raised"  # its part
 
 
+class Branches(nn.Module):
+    """Ranks may take other branches, and then have reduced other buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.other = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, branches: tuple[str, ...]) -> Tensor:
+        x = self.first(x)
+        return x + sum(getattr(self, name)(x) for name in branches)
+
+
+def in_between(rank: int, world: int, layout: str, consolidates: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights after some steps, with state put together between a backward and its step; and that state."""
+    module = Branches()
+    model = layerwise.DataParallel(module, layout=layout, bucket_mib=64 * 4 / 2**20)
+    optimizer = layerwise.Optimizer(model, **RULES["muon"])
+    found: list[Tensor] = []
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        both = ("one", "other")  # until ranks know which buckets to expect
+        model(x, both if step < 3 else both[rank : rank + 1]).square().mean().backward()
+        if step == 3:
+            if consolidates:
+                optimizer.consolidate_state_dict()
+            state: Any = optimizer.state_dict()["state"]
+            found = [state[number]["momentum"].clone() for number in sorted(state)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()], found
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded", "compact", "replicated"])
+def test_state_is_put_together_between_a_backward_and_its_step(layout: str) -> None:
+    straight, looked_at = run_ranks(2, in_between, layout, False), run_ranks(2, in_between, layout, True)
+    for (weights, momenta), (same_weights, _) in zip(straight, looked_at, strict=True):
+        assert all(map(torch.equal, weights, same_weights))
+        if layout == "replicated":  # there every rank has all of it
+            assert all(map(torch.equal, map(torch.flatten, momenta), map(torch.flatten, looked_at[0][1])))
+    assert all(momentum.isfinite().all() and momentum.any() for momentum in looked_at[0][1])
+
+
 def on_one_rank(rank: int, world: int) -> list[str]:
     """A file that one rank has read is loaded by all, and by none."""
     module, optimizer = build("flat", "muon", FP32)

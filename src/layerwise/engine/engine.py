@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.contract import Contract
 from layerwise.comm.errands import Errands
-from layerwise.comm.groups import Domain, Groups, ProcessGroup, check_reach, derive_together, device_of, tie_groups
+from layerwise.comm.groups import (
+    Domain,
+    Groups,
+    ProcessGroup,
+    any_rank,
+    check_reach,
+    derive_together,
+    device_of,
+    tie_groups,
+)
 from layerwise.comm.machines import on_one_machine
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.comm.sharded import is_sharded, local_of, reshard
@@ -239,6 +248,14 @@ class Engine:
         reshard(self.chunks)
         self.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
         self.storage.take_back()
+
+    def settle_gradients(self) -> bool:
+        """Have no reduction under way: ranks may have launched different ones by now, and something else is about to be sent over
+        the same groups. Every rank calls it; returns whether any of them has gradients."""
+        found = any_rank(self.groups, self.gradients.has_gradients)
+        if found:
+            self.gradients.settle()
+        return found
 
     def finish_errands(self) -> None:
         """Wait for what is still done beside training; raise, on every rank, what nobody was told of."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,12 +47,22 @@ class QuantizedStorage(Protocol):
         """`x @ w.mT`, as forward has it, or `x @ w`, as the input's gradient does; `x` is a contiguous matrix in bf16."""
 
 
+class _Before(NamedTuple):
+    """What could be read before somebody wrote, and what was kept for it."""
+
+    read: Tensor
+    memory: tuple[Tensor, ...]
+
+
 class ParamStorage(ABC):
     """What a quantised param holds, and whether the values of before are still there: all that memory knows of it.
 
     Values that were given are kept beside the codes until a master was taken from them: what codes stand for is no
-    beginning for it.
+    beginning for it. Who writes back what was read has changed nothing: masters know better than codes.
     """
+
+    _before: _Before | None = None
+    """Since somebody wrote here of which masters do not know."""
 
     def __init__(self, shape: torch.Size, given: Tensor | None) -> None:
         self.shape = shape
@@ -117,6 +128,10 @@ class ParamStorage(ABC):
             )
         return given
 
+    def taken(self) -> None:
+        """Masters know what was written, and begin with it."""
+        self.given = self._before = None
+
     def release(self) -> None:
         """Have codes, and the values in memory of their own."""
         if self.given is not None:
@@ -125,8 +140,30 @@ class ParamStorage(ABC):
 
     def write(self, values: Tensor) -> None:
         """Somebody else writes into the param."""
-        self.given = values.to(torch.bfloat16).expand(self.shape).clone()
-        self.settle(self.given)
+        values = values.to(torch.bfloat16).expand(self.shape)
+        was_written = self._before is not None
+        if not self._is_back(values, self.codes, has_master=self.given is None):
+            self.given = values.clone()
+            self.settle(self.given)
+        elif was_written:
+            self.given = None
+
+    def _is_back(self, values: Tensor, memory: Sequence[Tensor], *, has_master: bool) -> bool:
+        """Whether what is written is what could be read before anybody wrote here; then memory has what it had then. Only a
+        master is worth keeping that for."""
+        before = self._before
+        if before is None:
+            read = self.read()
+            if torch.equal(values, read):
+                return True
+            self._before = _Before(read, tuple(tensor.clone() for tensor in memory)) if has_master else None
+            return False
+        if not torch.equal(values, before.read):
+            return False
+        for tensor, kept in zip(memory, before.memory, strict=True):
+            tensor.copy_(kept)
+        self._before = None
+        return True
 
 
 class Stored(ParamStorage):
@@ -205,11 +242,18 @@ class Stored(ParamStorage):
         self.given, self._codes = place, None
 
     def write(self, values: Tensor) -> None:
-        if self._codes is None:
-            self._values().copy_(values)
-            self._counted[0] += 1
-        else:
+        if self._codes is not None:
             super().write(values)
+            return
+        own = self._values()
+        if not self._is_back(values.to(own.dtype).expand(self.shape), (own,), has_master=True):
+            own.copy_(values)
+        self._counted[0] += 1
+
+    def taken(self) -> None:
+        self._before = None
+        if self._codes is not None:
+            self.given = None
 
     def copy(self) -> Stored:
         made = object.__new__(Stored)

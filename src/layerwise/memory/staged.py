@@ -85,8 +85,9 @@ class KeptCodes:
     def settle(self, staged: Tensor, *, keep_values: bool) -> None:
         values = staged[self.part].view(self.stored.shape)
         self.stored.settle(values)
-        # What was given meanwhile goes: masters have it, or it was not the truth.
-        self.stored.given = values.clone() if keep_values else None
+        self.stored.taken()  # what was given meanwhile goes: masters have it, or it was not the truth
+        if keep_values:
+            self.stored.given = values.clone()
 
 
 @dataclass(eq=False, kw_only=True)

@@ -3,7 +3,7 @@ own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -344,22 +344,27 @@ class Storage:
         it would with any torch optimizer. We write through the replica and never through the param, so its version
         moves only for others. Returns which ones."""
         changed = self.take_back() | {self._fqns[number] for number in self._places.written()}
-        self.changes += bool(changed)
-        for shard in self.shards if changed else ():
-            for span in shard.spans:
-                if span.fqn in changed:
-                    self._pull(shard, span)
+        if changed:
+            self._pull(changed)
         return changed
 
     @torch.no_grad()
     def pull_all(self) -> None:
         """Take what forward reads as the truth, as far as somebody wrote it."""
+        self._pull(self.params.keys())
+
+    def _pull(self, fqns: Collection[str]) -> None:
         self.changes += 1
         for shard in self.shards:
             for span in shard.spans:
-                self._pull(shard, span)
+                if span.fqn in fqns:
+                    self._pull_span(shard, span)
+        for fqn in fqns:
+            stored = stored_of(self.params[fqn])
+            if stored is not None:
+                stored.taken()
 
-    def _pull(self, shard: Shard, span: Span) -> None:
+    def _pull_span(self, shard: Shard, span: Span) -> None:
         if shard.weight is not None:
             shard.pull(span.part, shard.weight[span.part])
             return

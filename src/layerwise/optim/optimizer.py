@@ -10,7 +10,7 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.groups import ProcessGroup, agree, any_rank, derive_together
+from layerwise.comm.groups import ProcessGroup, agree, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
@@ -294,6 +294,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.check_bound()
         refuse_apart(engine)
         self.bring_up_to_date()
+        engine.settle_gradients()
         keep = to == engine.groups.rank
         whole = put_together(self._state_by_fqn, engine.storage, self._at_home, engine.everyone, keep=keep)
         self._whole = Whole(whole, engine.storage.changes) if keep else None
@@ -326,14 +327,12 @@ class Optimizer(torch.optim.Optimizer):
         engine, scaler = self.engine, self.stepper.scaler
         self.stepper.catch_up()
         agree(engine.groups, "states", {"step": step, "loss_scale": loss_scale}, across_stages=True)
-        if any_rank(engine.groups, engine.gradients.has_gradients):
-            if scaler is not None and loss_scale is not None and loss_scale["scale"] != scaler.scale:
-                raise StateError(
-                    f"state was loaded between backward and step(): it has loss scale {loss_scale['scale']:g}, gradients have "
-                    f"{scaler.scale:g}. Call zero_grad() or step() first."
-                )
-            # Ranks may have reduced different buckets by now, and are about to gather weights over the same groups.
-            engine.gradients.settle()
+        has_gradients, scaled = engine.settle_gradients(), None if loss_scale is None else loss_scale["scale"]
+        if has_gradients and scaler is not None and scaled is not None and scaled != scaler.scale:
+            raise StateError(
+                f"state was loaded between backward and step(): it has loss scale {scaled:g}, gradients have "
+                f"{scaler.scale:g}. Call zero_grad() or step() first."
+            )
         engine.publisher.ensure_all()
 
         def follow() -> None:

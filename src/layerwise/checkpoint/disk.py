@@ -118,16 +118,16 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def opened(path: Path, what: str = "a file of a checkpoint") -> Iterator[int]:
     """An ordinary file, open for reading: no link to somewhere else, no device, no pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         why = "it is a link" if error.errno == errno.ELOOP else error.strerror
-        raise CheckpointError(f"{path} cannot be read: {why}. The checkpoint is damaged.") from None
+        raise CheckpointError(f"{path} cannot be read: {why}. Expected {what}.") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path} is no ordinary file: expected one of a checkpoint.")
+            raise CheckpointError(f"{path} is no ordinary file: expected {what}.")
         yield descriptor
     finally:
         os.close(descriptor)

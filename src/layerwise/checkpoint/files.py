@@ -49,6 +49,7 @@ class DataFile:
     bring it to disk meanwhile."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._sums = Sums()
         self._items: queue.Queue[list[bytes | memoryview] | None] = queue.Queue(_BEHIND)
@@ -82,7 +83,10 @@ class DataFile:
     def _write(self, item: list[bytes | memoryview]) -> None:
         left = [memoryview(data) for data in item]
         while left:
-            count = os.writev(self._descriptor, left)
+            try:
+                count = os.writev(self._descriptor, left)
+            except OSError as error:  # which does not say of which file
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
             self.nbytes += count
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def export_weights(folder: Path, manifest: Manifest, target: Path, *, masters: b
 
 def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors file, one at a time."""
-    with opened(path) as descriptor:
+    with opened(path, "a safetensors file") as descriptor:
         nbytes = os.fstat(descriptor).st_size
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if not 0 < length <= min(_MOST_HEADER, nbytes - 8):
@@ -171,8 +172,14 @@ def import_weights(weights: Path, states: list[Path], target: Path) -> int:
 
 def _named_states(path: Path) -> dict[str, Mapping[str, Tensor]]:
     """The state of every param in a state dict of a torch optimizer, by name."""
-    with opened(path):
-        saved: Any = torch.load(path, weights_only=True, map_location="cpu")
+    with opened(path, "an optimizer's state dict"):
+        try:
+            saved: Any = torch.load(path, weights_only=True, map_location="cpu")
+        except (UnpicklingError, EOFError, RuntimeError, ValueError, KeyError):
+            # What torch says of it advises to unpickle whatever it is.
+            raise CheckpointError(
+                f"{path} is no state dict of a torch optimizer, as torch.save() writes one: nothing else is read from such files."
+            ) from None
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     if not isinstance(groups, list) or "state" not in saved:
         raise CheckpointError(f"{path} is no state dict of a torch optimizer: expected 'state' and 'param_groups'.")

@@ -84,7 +84,7 @@ def _ls(folder: Path, as_json: bool) -> int:
         print(json.dumps(rows))
         return OK
     cells = [[row["name"], str(row.get("step", "")), _size(row), row["what"]] for row in rows]
-    print_table(f"{len(rows)} in {folder}", ["name", "step", "tensors", "what"], cells, right=["step", "tensors"])
+    print_table(f"{len(rows)} in {folder}", ["name", "step", "size", "what"], cells, right=["step", "size"])
     return OK
 
 

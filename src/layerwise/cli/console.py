@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 from rich import box
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
+from layerwise.cli.exits import complain
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.units import format_count, format_seconds
 
@@ -96,6 +98,8 @@ class TrainConsole:
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
         self._console = make_console()
+        self.failure: str | None = None
+        """Why nothing is shown any more, for the one who talks to the user."""
         self._bar: Progress | None = None
         if self._console.is_terminal and os.environ.get("TERM") != "dumb":
             columns = (TextColumn("training"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[eta]}"))
@@ -105,6 +109,20 @@ class TrainConsole:
             self._bar.start()
 
     def write(self, record: Record) -> None:
+        """Show it. A reader that is gone, or a full disk, ends the showing and never the training."""
+        if self.failure is not None:
+            return
+        try:
+            self._show(record)
+        except (OSError, SystemExit) as error:  # rich ends the process when nobody reads
+            why = "nobody reads it" if isinstance(error, BrokenPipeError | SystemExit) else str(error)
+            self.failure = f"stdout is no longer written: {why}. Training goes on."
+            self._bar = None
+            complain(self.failure)
+            with suppress(OSError, ValueError):  # what is left in buffers is not worth a failing exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _show(self, record: Record) -> None:
         match record:
             case RunRecord():
                 self._say(*start_lines(record))
@@ -121,9 +139,10 @@ class TrainConsole:
 
     def close(self) -> None:
         """Take the bar away; safe to call twice."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(OSError, SystemExit):
+                bar.stop()
 
     def _say(self, *lines: str) -> None:
         for line in lines:
@@ -192,7 +211,10 @@ def _fitted(
             less = min(lacking, max(0, found[number] - (_LEAST_OF_OTHERS if number else _LEAST_OF_NAMES)))
             found[number] -= less
             lacking -= less
-    found[-1] = max(_LEAST // 2, width - sum(found[:-1]) - _GAP * len(kept))
+    left = width - sum(found[:-1]) - _GAP * len(kept)
+    if left < _LEAST // 2 and len(kept) > 2:  # a word in every line would be unreadable
+        return _fitted([columns[n] for n in kept[:-1]], [row[:-1] for row in cells], optional, width)
+    found[-1] = max(_LEAST // 2, left)
     for row in cells:
         row[0] = _without_middle(row[0], found[0])
         if width == _FILE_WIDTH and len(row[-1]) > found[-1]:

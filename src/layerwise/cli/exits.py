@@ -18,8 +18,8 @@ def complain(text: str) -> None:
     """Write an error. Each line names the rank, so that the lines of several ranks can be told apart."""
     rank = rank_from_environment()
     prefix = f"[rank {rank}] " if rank > 0 else ""
-    for line in text.rstrip("\n").split("\n"):
-        print(f"{prefix}{line}", file=sys.stderr)
+    lines = [f"{prefix}{line}\n" for line in text.rstrip("\n").split("\n")]
+    sys.stderr.write("".join(lines))  # at once: other ranks write there, too
     sys.stderr.flush()
 
 

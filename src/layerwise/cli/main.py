@@ -162,7 +162,7 @@ class BenchCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorCommand:
-    """Report versions, devices and optional parts, and let two ranks train one step together."""
+    """Report versions, devices and optional parts, and let two ranks train three steps together."""
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON instead of a report."""

@@ -13,7 +13,7 @@ from layerwise.config.validate import TRACED_STEPS
 from layerwise.errors import CheckpointError, ConfigError, PlanMismatchError
 from layerwise.train.loop import train
 from layerwise.train.metrics import MetricsFile
-from layerwise.train.rundir import create_run_dir, write_report
+from layerwise.train.rundir import ConfigFile, create_run_dir, write_report
 
 
 def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
@@ -36,7 +36,11 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
     except KeyboardInterrupt:
         complain("aborted.")
         return FAILED
-    except Exception:  # a bug, here or in what the user plugged in: all of it must be seen
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:  # a full disk, a folder that cannot be made
+            complain(f"{error.filename}: {error.strerror}. The run needs it and ends here.")
+            return ENVIRONMENT
+        # A bug, here or in what the user plugged in: all of it must be seen.
         complain(traceback.format_exc())
         return FAILED
     joining.stop()  # only after success: when another rank is gone, leaving in order would wait for it
@@ -49,7 +53,8 @@ def _train_and_tell(config: TrainConfig, ranks: joining.Ranks, trace: str | None
     metrics = MetricsFile(run_dir.metrics)
     console = TrainConsole(config.train.steps)
     try:
-        end = train(config, ranks, (metrics, console), trace, run_dir.checkpoints)
+        watchers = (ConfigFile(run_dir, config), metrics, console)
+        end = train(config, ranks, watchers, trace, run_dir.checkpoints)
     finally:
         console.close()
         metrics.close()

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -137,7 +138,8 @@ def _print(rows: Sequence[SeenRow], problem: str, toml: str) -> None:
         row = rows[positions[0]]
         shapes = counted([f"{height}x{width}" for height, width in row.matrices])
         cells.append((name, "x".join(map(str, row.param.shape)), row.routing, shapes or "-", row.reading.why))
-    counts = counted([row.routing for row in rows])
+    kinds_of = Counter(row.routing for row in rows)
+    counts = ", ".join(f"{count} {'agree' if kind == 'agrees' else kind}" for kind, count in kinds_of.items())
     print_table(
         f"followed {len(rows)} params: {counts}",
         ("param", "shape", "routing", "matrices", "seen"),

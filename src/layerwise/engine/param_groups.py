@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -94,17 +95,44 @@ def uncut(plan: Plan, groups: Iterable[GroupPlan]) -> str | None:
     )
 
 
-def planned_options(groups: Iterable[Mapping[str, object]]) -> dict[str, list[object]]:
-    """The options of param groups that a plan goes by."""
-    groups = list(groups)
-    return {name: [group.get(name) for group in groups] for name in PLANNED}
+class Arranged(NamedTuple):
+    """What of param groups stays as it was: which there are, in what order, with which params, and what a plan goes by."""
 
+    names: list[str]
+    """What each is called, and its rule."""
+    fqns: list[tuple[object, list[str]]]
+    """The rule and the params of each, by name."""
+    params: list[tuple[list[nn.Parameter], int]]
+    """The list itself, and how long it was."""
+    planned: dict[str, list[object]]
 
-def check_planned(planned: Mapping[str, Sequence[object]], groups: Iterable[Mapping[str, object]]) -> None:
-    """Raise if one of them was changed."""
-    for name, values in planned_options(groups).items():
-        if values != planned[name]:
-            raise StateError(f"{name} was changed after construction: {PLANNED[name]}. Build a new Optimizer.")
+    @classmethod
+    def of(cls, groups: Iterable[Mapping[str, Any]]) -> Arranged:
+        groups = list(groups)
+        return cls(
+            [f"{group.get('name')} ({group.get('rule')})" for group in groups],
+            [(group.get("rule"), group.get("fqns", [])) for group in groups],
+            [(group["params"], len(group["params"])) for group in groups],
+            {name: [group.get(name) for group in groups] for name in PLANNED},
+        )
+
+    def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise if that was changed: a step goes by where params lie, and would update them by the options of others."""
+        now = Arranged.of(groups)
+        if now.fqns != self.fqns:
+            raise StateError(
+                f"param groups are {', '.join(now.names) or 'none'}, and were {', '.join(self.names)}: expected the same ones in the same order. "
+                "Change their options in place; which params are under which rule is said by rules= of a new Optimizer."
+            )
+        for name, (kept, length), (params, found_length) in zip(now.names, self.params, now.params, strict=True):
+            if length != found_length or (params is not kept and list(map(id, params)) != list(map(id, kept))):
+                raise StateError(
+                    f"the params of group {name} were changed after construction: expected the {length} that it had. Which params "
+                    "are under which rule is said by rules= of a new Optimizer."
+                )
+        for option, values in now.planned.items():
+            if values != self.planned[option]:
+                raise StateError(f"{option} was changed after construction: {PLANNED[option]}. Build a new Optimizer.")
 
 
 def in_words(group: Mapping[str, object]) -> dict[str, str]:

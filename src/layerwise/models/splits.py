@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from torch import nn
@@ -14,33 +16,40 @@ from layerwise.models.names import joined
 from layerwise.routing.split import Split, row_blocks, transposed
 
 _FUSED_NAMES = frozenset(
-    {
-        "qkv",
-        "qkv_proj",
-        "qkv_linear",
-        "to_qkv",
-        "in_proj_qkv",
-        "in_proj_qkvz",
-        "in_proj_weight",
-        "wqkv",
-        "Wqkv",
-        "query_key_value",
-        "c_attn",
-        "kv",
-        "kv_proj",
-        "to_kv",
-        "kv_a_proj_with_mqa",
-        "kv_b_proj",
-        "wkv_a",
-        "wkv_b",
-        "gate_up",
-        "gate_up_proj",
-        "gate_and_up",
-        "w12",
-        "w13",
-    }
+    {"in_proj_weight", "c_attn", "W_pack", "kv_a_proj_with_mqa", "kv_b_proj", "wkv_a", "wkv_b", "gateup", "w12", "w13"}
 )
 """Names that modules give to weights which are several in one."""
+_FUSED_WORD = re.compile(r"w?q?kv[a-z]?")
+"""Words that say it within a name: qkv, kv, wqkv, qkvz."""
+_FUSED_WORDS = (frozenset({"key", "value"}), frozenset({"gate", "up"}))
+"""Words that say it together."""
+_OTHER_WORDS = frozenset(
+    [
+        "all",
+        "and",
+        "attention",
+        "attn",
+        "cross",
+        "dense",
+        "fc",
+        "fused",
+        "in",
+        "layer",
+        "lin",
+        "linear",
+        "merged",
+        "mixed",
+        "packed",
+        "proj",
+        "projection",
+        "query",
+        "self",
+        "to",
+        "w",
+        "weight",
+    ]
+)
+"""Words that may stand beside those: to_kv, linear_qkv, gate_and_up. With any other a name may mean one matrix: kv_down."""
 _ADAPTER_PARTS = frozenset({"base_layer", "original_module"})
 """What adapter libraries put between a module and the weight that it had before."""
 
@@ -142,5 +151,14 @@ def _declaration(module: nn.Module) -> Mapping[str, Split | Sequence[int]]:
 
 def fused_name(fqn: str) -> str:
     """The part of a weight's name that says it is fused, or nothing."""
-    parts = [part for part in fqn.split(".") if part not in _ADAPTER_PARTS]
-    return next((part for part in reversed(parts[-2:]) if part in _FUSED_NAMES), "")
+    parts = [part for part in fqn.split(".") if part not in _ADAPTER_PARTS and not part.isdecimal()]
+    return next(filter(_says_fused, reversed(parts[-2:])), "")
+
+
+@cache
+def _says_fused(part: str) -> bool:
+    words = frozenset(part.lower().split("_"))
+    found = {word for word in words if _FUSED_WORD.fullmatch(word)}.union(
+        *(all_ for all_ in _FUSED_WORDS if all_ <= words)
+    )
+    return part in _FUSED_NAMES or (bool(found) and words - found <= _OTHER_WORDS)

@@ -18,15 +18,7 @@ from layerwise.config.rules import Rule
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.norm_groups import assign_norm_groups
-from layerwise.engine.param_groups import (
-    PLANNED,
-    check_planned,
-    in_words,
-    live_rule,
-    plan_groups,
-    planned_options,
-    uncut,
-)
+from layerwise.engine.param_groups import PLANNED, Arranged, in_words, live_rule, plan_groups, uncut
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.step import Stepper
@@ -39,7 +31,7 @@ from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
-from layerwise.optim.state import STEP, ExtraState, after_hooks, export_state, extra_state_of, fit_state, say_part
+from layerwise.optim.state import STEP, ExtraState, Own, after_hooks, export_state, extra_state_of, fit_state, say_part
 from layerwise.optim.whole import Whole, part_of, put_together, refuse_apart
 from layerwise.routing.rules import RouteRule
 
@@ -72,7 +64,7 @@ class Optimizer(torch.optim.Optimizer):
         norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
         nonfinite: what to do when a reduced gradient holds inf or NaN: "skip" the step, "raise" on every rank, or
             "ignore".
-        skip_above: skip a step whose gradient norm is larger.
+        skip_above: skip a step whose gradient norm (`stats.grad_norm`, which leaves named groups out) is larger.
         count_zeros: also count zero gradient elements.
         loss_scale: dynamic loss scaling for fp16; then call `scale_loss(loss).backward()`.
         qk_clip: scale down the query and key weights of attention heads whose logits were too large (MuonClip); modules
@@ -164,7 +156,7 @@ class Optimizer(torch.optim.Optimizer):
         dtypes = {fqn: group.rule.wire_dtype for group in planned.groups for fqn in group.fqns}
         # Who takes the steps; checkpoints ask it what there is beside shards.
         self.stepper = Stepper(self.engine, planned, wire_dtypes(self.engine.plan.works, dtypes))
-        self._planned_options = planned_options(self.param_groups)
+        self._arranged = Arranged.of(self.param_groups)
         check_alike(groups, self.engine.roster, "is updated", self._tie_settings())
         home_state = self.stepper.update.home_state_by_fqn()
         self._kept_at_home = sorted({name.partition(".")[0] for kept in home_state.values() for name in kept})
@@ -176,6 +168,7 @@ class Optimizer(torch.optim.Optimizer):
                     **{name: like(param, one) for name, one in tensors.items()},
                 }
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
+        self._own = Own.of(self.state, self.engine.storage.params)
         self.engine.attach(self)
 
     @property
@@ -255,6 +248,12 @@ class Optimizer(torch.optim.Optimizer):
         """`DataParallel.free_buffers`: let go of staging memory."""
         self.stepper.free()
 
+    def pull_from_replicas(self) -> None:
+        """`DataParallel.pull_from_replicas`, also without one: take weights that were written in a way that torch does not count
+        (`param.data`, `param.detach()`) as the truth. Call it on every rank."""
+        self.engine.check_bound()
+        self.engine.pull_from_replicas()
+
     def add_param_group(self, param_group: dict[str, object]) -> None:
         if getattr(self, "_is_sealed", False):
             raise StateError(
@@ -277,6 +276,7 @@ class Optimizer(torch.optim.Optimizer):
         if not self.has_said_part and self._whole is None:
             self.has_said_part = say_part(self.engine, self._kept_at_home)
         self.stepper.pull_changed()
+        self._own.check(self.state)
         extra = self._extra_state()
         packed = super().state_dict()
         if self._whole is None:
@@ -367,6 +367,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.stepper.update.at_home()
 
     def _my_part(self, state_dict: dict[str, object]) -> Mapping[str, object]:
+        self._own.check(self.state)
         theirs = after_hooks(self, state_dict)
         return part_of(theirs, self._state_by_fqn, self.engine.storage, self._at_home, self._extra_state())
 
@@ -378,8 +379,10 @@ class Optimizer(torch.optim.Optimizer):
         problem: Exception | None = None
         options: list[LiveOptions] = []
         try:
+            self._arranged.check(self.param_groups)
+            if len(self.state) != len(self._own):
+                self._own.check(self.state)
             options = [live_rule(index, group).options() for index, group in enumerate(self.param_groups)]
-            check_planned(self._planned_options, self.param_groups)
         except Exception as error:
             problem = error
         return Live(options, self._settings, self._tie_settings(), problem)

@@ -13,7 +13,7 @@ from layerwise.config.rules import plain_option
 from layerwise.engine.engine import Engine
 from layerwise.engine.loss_scale import LossScaler
 from layerwise.engine.param_groups import live_rule
-from layerwise.errors import listed, warn
+from layerwise.errors import StateError, listed, warn
 from layerwise.memory.storage import Storage
 
 KEY = "layerwise"
@@ -92,6 +92,28 @@ def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: boo
     state = {key: {**entry, STEP: entry[STEP].clone()} if STEP in entry else entry for key, entry in entries.items()}
     plain = [{name: plain_option(value) for name, value in group.items()} for group in groups]
     return {**state_dict, "state": state, "param_groups": plain, KEY: {**extra, WHOLE: True} if whole else extra}
+
+
+class Own(dict[str, tuple[Tensor, dict[str, Tensor]]]):
+    """The state that steps work on: by name, the param and its tensors."""
+
+    @classmethod
+    def of(cls, state: Mapping[Tensor, Mapping[str, Tensor]], params: Mapping[str, Tensor]) -> Own:
+        return cls({fqn: (param, dict(state[param])) for fqn, param in params.items()})
+
+    def check(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Raise unless an optimizer's state is these tensors."""
+        for fqn, (param, kept) in self.items():
+            now = state.get(param, {})
+            changed = next(
+                (name for name, tensor in kept.items() if name != STEP and now.get(name) is not tensor), None
+            )
+            if changed is not None:
+                raise StateError(
+                    f"state {changed!r} of param {fqn!r} was replaced or removed: steps work on the tensor that was there, where the "
+                    f"model's memory is. Write into it, as in optimizer.state[param][{changed!r}].zero_(), or begin anew with a new "
+                    "Optimizer."
+                )
 
 
 def after_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, object]) -> dict[str, object]:

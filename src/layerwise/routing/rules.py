@@ -228,7 +228,12 @@ def refuse_fallbacks(table: Iterable[ParamSpec], routes: Mapping[str, Route]) ->
 def suspicion(routes: Mapping[str, Route], table: ParamTable) -> str | None:
     """A sentence if so little is under the matrix rule that something probably went wrong, or None."""
     total = sum(param.numel for param in table if routes[param.fqn].family != "frozen")
-    others = [param for param in table if routes[param.fqn].family == "other" and len(param.shape) >= 2]
+    own = {fqn for fqn, route in routes.items() if route.rule}  # as the user said: nothing went wrong there
+    others = [
+        param
+        for param in table
+        if routes[param.fqn].family == "other" and len(param.shape) >= 2 and param.fqn not in own
+    ]
     matrix = sum(param.numel for param in table if routes[param.fqn].family == "matrix")
     if not others or matrix >= _SUSPICIOUS_SHARE * total:
         return None
@@ -236,7 +241,7 @@ def suspicion(routes: Mapping[str, Route], table: ParamTable) -> str | None:
     return (
         f"only {100 * matrix / total:.1f} % of the trainable elements are under the matrix rule. The largest that are not: "
         + "; ".join(f"{param.fqn!r} {routes[param.fqn].reason}" for param in largest[:3])
-        + ". See `layerwise inspect` or model.plan.route(name).reason."
+        + ". See `layerwise inspect` or optimizer.plan.route(name).reason."
     )
 
 

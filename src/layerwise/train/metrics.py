@@ -151,6 +151,17 @@ def _step_of(record: Mapping[str, object]) -> int:
     return step if isinstance(step, int) else 0
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Have a file hold this text: all of it, or what it held before."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 class MetricsFile:
     """Appends records to a file, each whole and at once; a full disk ends the writing, never the training."""
 
@@ -164,9 +175,9 @@ class MetricsFile:
     def write(self, record: Record) -> None:
         if self._file is None:
             return
-        if isinstance(record, RunRecord) and record.first_step:
-            self._forget_after(record.first_step)
         try:
+            if isinstance(record, RunRecord) and record.first_step:
+                self._forget_after(record.first_step)
             self._file.write(to_json(record) + "\n")
         except OSError as error:
             self.failure = f"metrics are no longer written to {self.path}: {error}. Training goes on."
@@ -177,8 +188,10 @@ class MetricsFile:
         kept = [
             record for record in read_metrics(self.path) if _step_of(record) <= step and record.get("kind") != "end"
         ]
-        with self.path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in kept)
+        replace_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        if self._file is not None:
+            self._file.close()
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
         if self._file is not None:

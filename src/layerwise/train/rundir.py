@@ -9,7 +9,7 @@ from pathlib import Path
 from layerwise.checkpoint.folder import found
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig
-from layerwise.train.metrics import read_metrics
+from layerwise.train.metrics import Record, RunRecord, read_metrics, replace_text
 from layerwise.train.report import html_report, loss_curve
 
 
@@ -42,12 +42,11 @@ class RunDir:
 
 def create_run_dir(config: TrainConfig) -> RunDir:
     """Make the folder and put the resolved config in it. The first of `out_dir`, `out_dir-2`, ... that holds no run; or, with
-    checkpoints, one to go on from."""
+    checkpoints, one to go on from, whose config is replaced once it does: see `ConfigFile`."""
     wanted = Path(config.train.out_dir)
     for number in itertools.count(1):
         run = RunDir(wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}"))
         if config.checkpoint.every and config.checkpoint.resume and found(run.checkpoints):
-            run.config.write_text(dump_json(config), encoding="utf-8")
             return run
         run.root.mkdir(parents=True, exist_ok=True)
         try:
@@ -58,6 +57,18 @@ def create_run_dir(config: TrainConfig) -> RunDir:
             continue
         return run
     raise AssertionError("unreachable: there is always a next number")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """Puts the config of a run that goes on in the place of the one before, once it was found to fit its checkpoints."""
+
+    run: RunDir
+    config: TrainConfig
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, RunRecord) and record.first_step:
+            replace_text(self.run.config, dump_json(self.config))
 
 
 def write_report(run: RunDir) -> None:

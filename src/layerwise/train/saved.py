@@ -69,6 +69,10 @@ class Saved:
                 f"the checkpoint is of a run on other samples ({progress.data}; here {start.data}): expected the same."
             )
             raise ConfigError([Problem("data", f"{what} Set checkpoint.resume=false to begin a new run.")])
+        steps = self.config.train.steps
+        if progress.step > steps:
+            what = f"the checkpoint is of step {progress.step}, past train.steps={steps}: expected as many or more."
+            raise ConfigError([Problem("train.steps", f"{what} Set checkpoint.resume=false to begin a new run.")])
         return progress
 
     def is_due(self, step: int) -> bool:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from layerwise.models.known.classes import is_transposed_linear, known_splits
+from layerwise.models.splits import fused_name
 from layerwise.models.table import param_table
 from layerwise.routing.rules import Route, RouteRule, route_params
 from layerwise.routing.split import Split, interleaved_rows, row_blocks, stack, transposed
@@ -262,3 +263,61 @@ def test_pairs_that_are_added_to_gate_and_up_are_halves_like_them() -> None:
         "gate_up_proj.weight": row_blocks((12, 4), (6, 6)),
         "gate_up_proj_adapter_list.1.1.weight": row_blocks((12, 2), (6, 6)),
     }
+
+
+FUSED = [
+    "qkv",
+    "qkv_proj",
+    "to_qkv",
+    "Wqkv",
+    "wqkv",
+    "in_proj_qkvz",
+    "linear_qkv",
+    "attn_qkv",
+    "fused_qkv",
+    "qkv_fused",
+    "mixed_qkv",
+    "fc_qkv",
+    "query_key_value",
+    "key_value",
+    "kv",
+    "to_kv",
+    "linear_kv",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "wkv_a",
+    "W_pack",
+    "c_attn",
+    "in_proj_weight",
+    "gate_up",
+    "gate_up_proj",
+    "up_gate_proj",
+    "gate_and_up",
+    "w13",
+]
+ONE = [
+    "q_proj",
+    "k_proj",
+    "key",
+    "value",
+    "gate",
+    "up_proj",
+    "kv_down",
+    "kv_norm",
+    "kv_a",
+    "q_up",
+    "attn_gate",
+    "rwkv",
+    "weight",
+    "gated_update",
+    "upper",
+    "to_out",
+    "in_proj",
+]
+
+
+@pytest.mark.parametrize(("names", "is_fused"), [(FUSED, True), (ONE, False)])
+def test_a_name_says_that_a_weight_is_several_in_one(names: list[str], is_fused: bool) -> None:
+    for name in names:
+        for fqn in (f"blocks.0.{name}.weight", f"blocks.0.{name}.0.weight", f"blocks.0.{name}.base_layer.weight"):
+            assert fused_name(fqn) == (name if is_fused else ""), fqn

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import layerwise
-from layerwise.errors import NonFiniteError
+from layerwise.errors import NonFiniteError, StateError
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda module: module, layerwise.DataParallel], ids=["plain", "DataParallel"])
 Wrap = Callable[[nn.Module], nn.Module]
@@ -134,3 +134,68 @@ def test_a_step_that_is_refused_leaves_gradients_where_they_are() -> None:
     assert not optimizer.stats.skipped
     assert not any(map(torch.equal, before, module.parameters()))
     assert all(param.grad is None for param in module.parameters())
+
+
+def _swaps(optimizer: layerwise.Optimizer) -> None:
+    groups = optimizer.param_groups
+    groups[0], groups[1] = groups[1], groups[0]
+
+
+def _takes_one_out(optimizer: layerwise.Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+
+
+def _removes(optimizer: layerwise.Optimizer) -> None:
+    optimizer.param_groups.pop()
+
+
+def _renames_a_rule(optimizer: layerwise.Optimizer) -> None:
+    optimizer.param_groups[1]["rule"] = "nope"
+
+
+@WRAPS
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_swaps, r"param groups are other \(adamw\), matrix \(muon\), and were matrix \(muon\), other \(adamw\)"),
+        (
+            _takes_one_out,
+            r"the params of group matrix \(muon\) were changed after construction: expected the 2 that it had",
+        ),
+        (_removes, r"param groups are matrix \(muon\), and were"),
+        (_renames_a_rule, r"param groups are matrix \(muon\), other \(nope\), and were"),
+    ],
+)
+def test_param_groups_that_were_rearranged_are_refused(
+    wrap: Wrap, change: Callable[[layerwise.Optimizer], None], said: str
+) -> None:
+    model, x = wrap(build()), torch.ones(2, 8)
+    optimizer = optimizer_of(model)
+    before = [param.detach().clone() for param in model.parameters()]
+    change(optimizer)
+    model(x).square().sum().backward()
+    with pytest.raises(StateError, match=said):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@WRAPS
+def test_state_that_was_replaced_is_refused_and_state_that_was_written_counts(wrap: Wrap) -> None:
+    model, x = wrap(build()), torch.ones(2, 8)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, x)
+    kept = optimizer.state_dict()
+    first = next(iter(model.parameters()))
+    own = optimizer.state[first]["momentum"]
+    own.zero_()
+    assert not optimizer.state_dict()["state"][0]["momentum"].any()  # type: ignore[index]
+    optimizer.state[first]["momentum"] = torch.zeros_like(own)
+    for refused in (optimizer.state_dict, lambda: optimizer.load_state_dict(kept)):
+        with pytest.raises(StateError, match=r"state 'momentum' of param '0.weight' was replaced or removed"):
+            refused()
+    optimizer.state[first]["momentum"] = own
+    optimizer.load_state_dict(kept)
+    optimizer.state.clear()
+    model(x).square().sum().backward()
+    with pytest.raises(StateError, match=r"state 'momentum' of param '0.weight' was replaced or removed"):
+        optimizer.step()

@@ -148,6 +148,36 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 32)
     said = lines_of(["import", str(tmp_path / "bad.safetensors"), "--to", str(tmp_path / "x")], capsys, FAILED)
     assert "is no safetensors file" in said[0]
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights, states = (
+        tmp_path / "weights.safetensors",
+        [tmp_path / name for name in ("bytes.pt", "empty.pt", "module.pt", "no.pt")],
+    )
+    safetensors.save_file({"weight": torch.ones(2, 2)}, weights)
+    states[0].write_bytes(b"\xff" * 32)
+    states[1].touch()
+    torch.save(nn.Linear(2, 2), states[2])
+    for state in states:
+        said = lines_of(["import", str(weights), str(state), "--to", str(tmp_path / "x")], capsys, FAILED)
+        assert len(said) == 1
+        assert ("No such file" if state.name == "no.pt" else f"{state} is no state dict of a torch optimizer") in said[
+            0
+        ]
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_that_cannot_go_on_leaves_its_config_as_it_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data.path", str(run / "text.txt"), "--train.out-dir", str(run / "run"))
+    before = (run / "run" / "config.json").read_bytes()
+    for more, said in (
+        (("--data.seed", "5", "--train.steps", "8"), "the checkpoint is of a run on other samples"),
+        (("--train.steps", "4", "--schedule.warmup-steps", "1"), "the checkpoint is of step 6, past train.steps=4"),
+        (("--model.n-layers", "3", "--train.steps", "8"), "the checkpoint does not fit the model"),
+    ):
+        capsys.readouterr()
+        assert main(["train", *CHECKPOINTED, *words, *more]) == BAD_INPUT
+        assert said in capsys.readouterr().err
+        assert (run / "run" / "config.json").read_bytes() == before
 
 
 def test_the_same_command_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +188,7 @@ def test_the_same_command_goes_on(run: Path, capsys: pytest.CaptureFixture[str])
     assert "going on from the checkpoint of step 6" in shown
     assert "finished: 8 steps, 256 tokens" in shown
     assert not (run / "run-2").exists()
+    assert json.loads((run / "run" / "config.json").read_text())["train"]["steps"] == 8
     metrics = run / "run" / "metrics.jsonl"
     assert kinds_in(metrics) == ["run", "eval", "step", "step", "step", "eval", "run", "step", "eval", "end"]
     assert (run / "run" / "checkpoints" / "latest").read_text() == "step_00000008\n"

@@ -3,6 +3,8 @@
 import io
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -58,6 +60,57 @@ def test_a_pipe_gets_plain_lines_without_a_bar(capsys: pytest.CaptureFixture[str
 def test_tables_keep_brackets_and_have_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_table("title", ("name", "size"), [("a[0]", "12"), ("long name [bold]", "3")], right=("size",))
     assert capsys.readouterr().out == "title\nname              size\na[0]                12\nlong name [bold]     3\n"
+
+
+UNREAD = """
+import os, sys
+from tests.unit.train.test_metrics import end_record, eval_record, run_record, step_record
+from layerwise.cli.console import TrainConsole
+shown = TrainConsole(total_steps=5)
+for record in (run_record(), eval_record(0), step_record(5), end_record(5)):
+    shown.write(record)
+shown.close()
+assert shown.failure is not None
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(("where", "why"), [("nobody", "nobody reads it"), ("full", "No space left on device")])
+def test_a_run_goes_on_when_nobody_reads_it_or_there_is_no_room(where: str, why: str) -> None:
+    if where == "full":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, target = os.pipe()
+        os.close(reader)
+    with os.fdopen(target, "w") as stdout:
+        ended = subprocess.run([sys.executable, "-c", UNREAD], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stderr.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("stdout is no longer written: ")
+    assert why in said[0]
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_table_on_a_narrow_terminal_leaves_out_what_has_no_room(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        console, "make_console", lambda: Console(file=screen, width=width, force_terminal=True, color_system=None)
+    )
+    columns = ("param", "shape", "route", "home", "bucket", "why")
+    row = (
+        "blocks.{0..3}.attn.qkv.weight",
+        "256x128",
+        "muon",
+        "0..7",
+        "0",
+        "is the weight of a Linear, in row blocks " * 2,
+    )
+    console.print_table("title", columns, [row], right=("bucket",))
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert any("qkv.weight" in line and "256x128" in line for line in lines)
+    assert sum(not line for line in lines) <= 2
 
 
 @pytest.mark.parametrize("width", [80, 120])

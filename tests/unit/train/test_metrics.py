@@ -1,5 +1,6 @@
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,38 @@ def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path: Path, monkeypatc
     assert file.failure is not None
     assert "no longer written" in file.failure
     assert "No space left on device" in file.failure
+
+
+def test_what_a_run_goes_on_from_is_kept_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for record in (run_record(), step_record(1), step_record(2)):
+        file.write(record)
+    file.close()
+    before = path.read_bytes()
+    going_on = replace(run_record(), first_step=1)
+
+    def fail(self: Path, text: str, encoding: str = "") -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", fail)
+        again = MetricsFile(path)
+        again.write(going_on)
+    assert again.failure is not None
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    again = MetricsFile(path)
+    for record in (going_on, step_record(2, loss=1.0)):
+        again.write(record)
+    again.close()
+    assert [(record["kind"], record.get("step")) for record in read_metrics(path)] == [
+        ("run", None),
+        ("step", 1),
+        ("run", None),
+        ("step", 2),
+    ]
 
 
 def test_no_run_overwrites_another(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ _FUSED_NAMES = frozenset(
 """Names that modules give to weights which are several in one."""
 _FUSED_WORD = re.compile(r"w?q?kv[a-z]?")
 """Words that say it within a name: qkv, kv, wqkv, qkvz."""
-_FUSED_WORDS = (frozenset({"key", "value"}), frozenset({"gate", "up"}))
-"""Words that say it together."""
+_FUSED_WORDS = (("key", "value"), ("gate", "up"))
+"""Words that say it together, in this order: the gate of an up projection is called up_gate."""
 _OTHER_WORDS = frozenset(
     [
         "all",
@@ -157,8 +157,7 @@ def fused_name(fqn: str) -> str:
 
 @cache
 def _says_fused(part: str) -> bool:
-    words = frozenset(part.lower().split("_"))
-    found = {word for word in words if _FUSED_WORD.fullmatch(word)}.union(
-        *(all_ for all_ in _FUSED_WORDS if all_ <= words)
-    )
-    return part in _FUSED_NAMES or (bool(found) and words - found <= _OTHER_WORDS)
+    words = part.lower().split("_")
+    found = {word for word in words if _FUSED_WORD.fullmatch(word)}
+    found.update(*(pair for pair in _FUSED_WORDS if tuple(word for word in words if word in pair) == pair))
+    return part in _FUSED_NAMES or (bool(found) and {*words} - found <= _OTHER_WORDS)

@@ -266,54 +266,14 @@ def test_pairs_that_are_added_to_gate_and_up_are_halves_like_them() -> None:
 
 
 FUSED = [
-    "qkv",
-    "qkv_proj",
-    "to_qkv",
-    "Wqkv",
-    "wqkv",
-    "in_proj_qkvz",
-    "linear_qkv",
-    "attn_qkv",
-    "fused_qkv",
-    "qkv_fused",
-    "mixed_qkv",
-    "fc_qkv",
-    "query_key_value",
-    "key_value",
-    "kv",
-    "to_kv",
-    "linear_kv",
-    "kv_a_proj_with_mqa",
-    "kv_b_proj",
-    "wkv_a",
-    "W_pack",
-    "c_attn",
-    "in_proj_weight",
-    "gate_up",
-    "gate_up_proj",
-    "up_gate_proj",
-    "gate_and_up",
-    "w13",
-]
+    "qkv", "qkv_proj", "to_qkv", "Wqkv", "wqkv", "in_proj_qkvz", "linear_qkv", "attn_qkv", "fused_qkv", "qkv_fused", "mixed_qkv", "fc_qkv",
+    "query_key_value", "key_value", "kv", "to_kv", "linear_kv", "kv_a_proj_with_mqa", "kv_b_proj", "wkv_a", "W_pack", "c_attn",
+    "in_proj_weight", "gate_up", "gate_up_proj", "fused_gate_up", "gate_and_up", "w13",
+]  # fmt: skip
 ONE = [
-    "q_proj",
-    "k_proj",
-    "key",
-    "value",
-    "gate",
-    "up_proj",
-    "kv_down",
-    "kv_norm",
-    "kv_a",
-    "q_up",
-    "attn_gate",
-    "rwkv",
-    "weight",
-    "gated_update",
-    "upper",
-    "to_out",
-    "in_proj",
-]
+    "q_proj", "k_proj", "key", "value", "gate", "up_proj", "kv_down", "kv_norm", "kv_a", "q_up", "attn_gate", "proj_up_gate", "rwkv",
+    "gated_update", "upper", "to_out", "in_proj",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "is_fused"), [(FUSED, True), (ONE, False)])

@@ -5,14 +5,13 @@ What `--json` prints is said in `param_rows.py`, for `--explain FQN` in `explain
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerwise.cli.collector import without_collector
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
 from layerwise.cli.folding import counted, fold, ranges
 from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
@@ -59,7 +58,7 @@ class InspectRequest:
 
 def run(request: InspectRequest) -> int:
     """Print the plan and return the exit code."""
-    with _nothing_collected():
+    with without_collector():
         return _run(request)
 
 
@@ -101,18 +100,6 @@ def _run(request: InspectRequest) -> int:
     else:
         _print_rows(plan, rows, every_row=request.every_row, places=request.places)
     return OK
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """A plan of many matrices is many small values, none of them garbage: looking for some takes a third of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _settings(request: InspectRequest) -> tuple[ModelSource, TrainConfig]:

@@ -6,13 +6,12 @@ docs/planning.md says how to read the table, and which keys `--json` has.
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from layerwise.cli.collector import without_collector
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
 from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
 from layerwise.cli.plan_request import PlanRequest, checked_layouts
@@ -45,7 +44,7 @@ _SHOWN_MS = 0.005
 def run(request: PlanRequest) -> int:
     """Print the comparison and return the exit code."""
     try:
-        with _without_collector():
+        with without_collector():
             layouts = checked_layouts(request)
             table = _quantized(_table_for(request), request)
             comparison = _compared(table, request, layouts)
@@ -63,18 +62,6 @@ def run(request: PlanRequest) -> int:
     else:
         _print(request, comparison)
     return OK
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """A plan is a great many small values that all stay: looking through them for garbage takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # -- what was asked --------------------------------------------------------------------------------

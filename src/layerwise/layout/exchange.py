@@ -142,15 +142,9 @@ def _splits(numel_by_peer: Iterable[tuple[int, int]], world: int) -> tuple[int, 
     return tuple(splits)
 
 
-def sent_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> list[tuple[list[int], list[int]]]:
-    """Per cohort: elements each rank sends to homes, and elements each home sends back."""
-    found, nothing = moved_numel(work, plans), [0] * work.world
-    return [found.get(cohort, (nothing, nothing)) for cohort in range(work.num_cohorts)]
-
-
 def moved_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> dict[int, tuple[list[int], list[int]]]:
-    """The same for those cohorts that may move: there are thousands that do not where every rank does everything. For
-    all ranks at once, without building their tables."""
+    """Per cohort: elements each rank sends to homes, and elements each home sends back; of those cohorts that may move, since there
+    are thousands that do not where every rank does everything. For all ranks at once, without building their tables."""
     totals: dict[int, tuple[list[int], list[int]]] = {}
     held: dict[int, _Held] = {}
     param: _Param | None = None

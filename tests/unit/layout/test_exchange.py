@@ -1,16 +1,19 @@
 """The exchange, carried out on lists of integers: what a rank sends, what a home assembles, what comes back."""
 
 import itertools
+from collections.abc import Mapping
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerwise.layout.exchange import Exchange, Leg, Parcel, exchange_for, received_numel, sent_numel
+from layerwise.layout.exchange import Exchange, Leg, Parcel, exchange_for, moved_numel, received_numel
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
+from layerwise.layout.shards import ShardPlan
 from layerwise.layout.spans import Address, Span
+from layerwise.layout.work import WorkPlan
 from layerwise.routing.matrices import Matrix
 from layerwise.routing.spec import table_of
 from tests.strategies import LIGHT, Scattered, Worked, anywhere, boxed, dealt, scattered, worked
@@ -274,6 +277,12 @@ def test_received_numel_is_the_sum_over_all_tables(case: Worked) -> None:
         tables = tables_of(case, cohort)
         assert list(there) == [sum(table.there.receive_splits) for table in tables]
         assert list(back) == [sum(table.back.receive_splits) for table in tables]
+
+
+def sent_numel(work: WorkPlan, plans: Mapping[int, ShardPlan]) -> list[tuple[list[int], list[int]]]:
+    """`moved_numel` of every cohort."""
+    found, nothing = moved_numel(work, plans), [0] * work.world
+    return [found.get(cohort, (nothing, nothing)) for cohort in range(work.num_cohorts)]
 
 
 @LIGHT

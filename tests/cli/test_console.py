@@ -2,6 +2,7 @@
 
 import io
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -89,6 +90,47 @@ def test_a_run_goes_on_when_nobody_reads_it_or_there_is_no_room(where: str, why:
     assert len(said) == 1
     assert said[0].startswith("stdout is no longer written: ")
     assert why in said[0]
+
+
+def test_a_run_goes_on_when_nobody_reads_errors_either() -> None:
+    """As behind `2>&1 | head`."""
+    reader, target = os.pipe()
+    os.close(reader)
+    kept, told = os.pipe()
+    script = UNREAD.replace('print("goes on")', f'os.write({told}, b"goes on")')
+    with os.fdopen(target, "w") as both:
+        ended = subprocess.run([sys.executable, "-c", script], stdout=both, stderr=both, pass_fds=[told])
+    os.close(told)
+    with os.fdopen(kept) as heard:
+        assert heard.read() == "goes on"
+    assert ended.returncode == 0
+
+
+def test_a_run_goes_on_when_its_terminal_is_gone() -> None:
+    """With a bar, which stands in for both streams."""
+    master, terminal = pty.openpty()
+    kept, told = os.pipe()
+    go, gone = os.pipe()
+    script = UNREAD.replace("for record in", f"os.read({go}, 1)\nfor record in").replace(
+        'print("goes on")', f'os.write({told}, b"goes on")'
+    )
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        pass_fds=[told, go],
+        env=environment,
+    ):
+        os.close(terminal)
+        os.close(told)
+        os.close(master)
+        os.write(gone, b"x")
+        with os.fdopen(kept) as heard:
+            assert heard.read() == "goes on"
+    os.close(go)
+    os.close(gone)
 
 
 @pytest.mark.parametrize("width", [40, 60])

@@ -195,6 +195,49 @@ def test_masters_know_better_than_codes_that_are_written_back(gather: str) -> No
         assert nothing == back == swapped
 
 
+def graph_across_weights(rank: int, world: int, gather: str) -> list[str]:
+    """Behind torch's back: other weights, a forward of them, the own ones again, and a backward of that forward."""
+    model, _ = prepare(replace(Way(), gather=gather))
+    model.ensure()
+    params = [param for _, param in coded_params(model)]
+    own = [param.detach().clone() for param in params]
+    for param, kept in zip(params, own, strict=True):
+        param.data.copy_(2 * kept)
+    late = loss_of(model, rank, 0)
+    for param, kept in zip(params, own, strict=True):
+        param.data.copy_(kept)
+    return [raised(late.backward)]
+
+
+@pytest.mark.parametrize("gather", ["quantized", "bf16"])
+def test_a_graph_of_weights_that_were_taken_out_again_is_of_no_use(gather: str) -> None:
+    for (said,) in run_ranks(2, graph_across_weights, gather):
+        assert said.startswith("StateError")
+
+
+def loaded_in_between(rank: int, world: int, gather: str) -> list[str]:
+    """Other weights, state of before, and then what is read is written back: masters are those of the state."""
+    run = prepare(replace(Way(), gather=gather))
+    model, optimizer = run
+    take_step(run, rank, 0)
+    kept = copy.deepcopy(optimizer.state_dict())
+    expected = hash_tensors(truth(model).values())
+    take_step(run, rank, 1)
+    writes_weights(run, rank)
+    optimizer.load_state_dict(kept)
+    model.ensure()
+    loaded = hash_tensors(truth(model).values())
+    writes_back(run, rank)
+    optimizer.state_dict()
+    return [expected, loaded, hash_tensors(truth(model).values())]
+
+
+@pytest.mark.parametrize("gather", ["quantized", "bf16"])
+def test_what_is_written_back_after_loading_is_what_was_loaded(gather: str) -> None:
+    for expected, loaded, back in run_ranks(2, loaded_in_between, gather):
+        assert expected == loaded == back
+
+
 def lends(rank: int, world: int) -> list[str]:
     """Where gathers lie: in idle gradients, or in slots while those are held."""
     found = []

@@ -117,10 +117,9 @@ class TrainConsole:
         except (OSError, SystemExit) as error:  # rich ends the process when nobody reads
             why = "nobody reads it" if isinstance(error, BrokenPipeError | SystemExit) else str(error)
             self.failure = f"stdout is no longer written: {why}. Training goes on."
-            self._bar = None
+            _write_nowhere(1)
+            self.close()  # the bar stands in for both streams as long as it is there
             complain(self.failure)
-            with suppress(OSError, ValueError):  # what is left in buffers is not worth a failing exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _show(self, record: Record) -> None:
         match record:
@@ -148,6 +147,14 @@ class TrainConsole:
         for line in lines:
             self._console.print(line, markup=False)
         sys.stdout.flush()
+
+
+def _write_nowhere(descriptor: int) -> None:
+    """What is still written there is lost, and fails nobody: also what is left in buffers when the process ends."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def print_table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 OK, FAILED, BAD_INPUT, ENVIRONMENT = 0, 1, 2, 3
 
@@ -19,8 +20,9 @@ def complain(text: str) -> None:
     rank = rank_from_environment()
     prefix = f"[rank {rank}] " if rank > 0 else ""
     lines = [f"{prefix}{line}\n" for line in text.rstrip("\n").split("\n")]
-    sys.stderr.write("".join(lines))  # at once: other ranks write there, too
-    sys.stderr.flush()
+    with suppress(OSError):  # whoever would read it may be gone: that ends no training
+        sys.stderr.write("".join(lines))  # at once: other ranks write there, too
+        sys.stderr.flush()
 
 
 def note(text: str) -> None:

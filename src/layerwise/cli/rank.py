@@ -37,14 +37,23 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
         complain("aborted.")
         return FAILED
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None:  # a full disk, a folder that cannot be made
-            complain(f"{error.filename}: {error.strerror}. The run needs it and ends here.")
+        if isinstance(error, OSError) and _is_of_run(
+            error.filename, config
+        ):  # a full disk, a folder that cannot be made
+            complain(f"{error.filename}: {error.strerror or error}. The run needs it and ends here.")
             return ENVIRONMENT
         # A bug, here or in what the user plugged in: all of it must be seen.
         complain(traceback.format_exc())
         return FAILED
     joining.stop()  # only after success: when another rank is gone, leaving in order would wait for it
     return OK
+
+
+def _is_of_run(filename: object, config: TrainConfig) -> bool:
+    """Whether a file is one of the run's folder, or of one beside it with a number."""
+    return str(filename).startswith(config.train.out_dir) or str(filename).startswith(
+        os.path.abspath(config.train.out_dir)
+    )
 
 
 def _train_and_tell(config: TrainConfig, ranks: joining.Ranks, trace: str | None) -> None:

@@ -249,13 +249,11 @@ class Engine:
         self.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
         self.storage.take_back()
 
-    def settle_gradients(self) -> bool:
+    def settle_gradients(self) -> None:
         """Have no reduction under way: ranks may have launched different ones by now, and something else is about to be sent over
-        the same groups. Every rank calls it; returns whether any of them has gradients."""
-        found = any_rank(self.groups, self.gradients.has_gradients)
-        if found:
+        the same groups. Every rank calls it."""
+        if any_rank(self.groups, self.gradients.is_under_way):
             self.gradients.settle()
-        return found
 
     def finish_errands(self) -> None:
         """Wait for what is still done beside training; raise, on every rank, what nobody was told of."""

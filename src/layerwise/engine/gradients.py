@@ -56,6 +56,10 @@ class Gradients(Protocol):
         """Whether any is there on this rank."""
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether this rank has begun to reduce any of them."""
+
+    @property
     def arrived(self) -> frozenset[str]:
         """Params that got one on this rank."""
 
@@ -88,8 +92,9 @@ class Gradients(Protocol):
     def settle(self) -> None:
         """Have nothing under way, on any rank; all of them call it."""
 
-    def leave(self) -> None:
-        """They were not used, and what is the user's stays where it is: to be looked at, or for another step."""
+    def leave(self) -> bool:
+        """They were not used: those that are the user's stay where they are, with what was said of them, for another step. Others
+        are forgotten. Whether they stay."""
 
     def forget(self) -> None:
         """They were used, or are not wanted any more."""
@@ -99,6 +104,7 @@ class _GivenGradients:
     """The params' own `.grad`: averages already, and nothing of ours is under way."""
 
     are_reduced = True
+    is_under_way = False
     common_divisor = 1.0
     own_divisor = 1.0
 
@@ -127,8 +133,8 @@ class _GivenGradients:
     def settle(self) -> None:
         """Nothing is on its way."""
 
-    def leave(self) -> None:
-        """They are the user's: nothing is taken away."""
+    def leave(self) -> bool:
+        return True
 
     def forget(self) -> None:
         self.said = Said()
@@ -277,19 +283,19 @@ class OwnGradients(_GivenGradients):
                 self._bind(self._shard_of[fqn], place.brought(self._params[fqn], grad))
         self.late = frozenset()
 
-    def leave(self) -> None:
-        if self._bound is not None:
-            self._bound = []
+    def leave(self) -> bool:
+        self._looked, self._plain, self._bound = [], None, None
+        for _, shard in self._shards:
+            shard.update = self._nothing
+        return True
 
     def forget(self) -> None:
         super().forget()
-        self._looked, self._plain = [], None
         if self._bound is None:  # forgotten before: a step does so early, for the memory
+            self._looked, self._plain = [], None
             return
         drop_grads(self._bound)
-        self._bound = None
-        for _, shard in self._shards:
-            shard.update = self._nothing
+        self.leave()
 
 
 class CopiedGradients(_GivenGradients):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -100,10 +101,9 @@ class Arranged(NamedTuple):
 
     names: list[str]
     """What each is called, and its rule."""
-    fqns: list[tuple[object, list[str]]]
+    fqns: list[tuple[object, ...]]
     """The rule and the params of each, by name."""
-    params: list[tuple[list[nn.Parameter], int]]
-    """The list itself, and how long it was."""
+    params: list[tuple[nn.Parameter, ...]]
     planned: dict[str, list[object]]
 
     @classmethod
@@ -111,8 +111,8 @@ class Arranged(NamedTuple):
         groups = list(groups)
         return cls(
             [f"{group.get('name')} ({group.get('rule')})" for group in groups],
-            [(group.get("rule"), group.get("fqns", [])) for group in groups],
-            [(group["params"], len(group["params"])) for group in groups],
+            [(group.get("rule"), *group.get("fqns", ())) for group in groups],
+            [tuple(group["params"]) for group in groups],
             {name: [group.get(name) for group in groups] for name in PLANNED},
         )
 
@@ -121,14 +121,14 @@ class Arranged(NamedTuple):
         now = Arranged.of(groups)
         if now.fqns != self.fqns:
             raise StateError(
-                f"param groups are {', '.join(now.names) or 'none'}, and were {', '.join(self.names)}: expected the same ones in the same order. "
-                "Change their options in place; which params are under which rule is said by rules= of a new Optimizer."
+                f"param groups are {', '.join(now.names) or 'none'}, and were {', '.join(self.names)}: expected the same ones in the same "
+                "order. Change their options in place; which params are under which rule is said by rules= of a new Optimizer."
             )
-        for name, (kept, length), (params, found_length) in zip(now.names, self.params, now.params, strict=True):
-            if length != found_length or (params is not kept and list(map(id, params)) != list(map(id, kept))):
+        for name, kept, params in zip(now.names, self.params, now.params, strict=True):
+            if len(kept) != len(params) or not all(map(is_, kept, params)):
                 raise StateError(
-                    f"the params of group {name} were changed after construction: expected the {length} that it had. Which params "
-                    "are under which rule is said by rules= of a new Optimizer."
+                    f"the params of group {name} were changed after construction: expected the {len(kept)} that it had, in their order. "
+                    "Which params are under which rule is said by rules= of a new Optimizer."
                 )
         for option, values in now.planned.items():
             if values != self.planned[option]:

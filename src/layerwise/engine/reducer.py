@@ -342,8 +342,14 @@ class GradReducer:
         has_launched, self._has_launched = self._has_launched, False
         return has_launched
 
-    def leave(self) -> None:
-        """None of them is the user's: they lie in buckets."""
+    def leave(self) -> bool:
+        self.forget()
+        return False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this rank has launched the reduction of any bucket since the last reset."""
+        return self._has_launched
 
     def forget_one(self, fqn: str) -> None:
         """Forget a param's gradient, once that of every other is to be forgotten too: buckets are reduced whole, on all

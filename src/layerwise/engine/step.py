@@ -117,11 +117,11 @@ class Stepper:
             else:
                 self._step_seen(measure.agreed(begun, measure.reduce(begun)(), prepare), begun.live)
         except BaseException:
-            if not self._half_way:
-                self._engine.gradients.leave()
+            self._forget(self._half_way == "" and self._engine.gradients.leave())
             raise
-        finally:
+        else:
             self.forget()
+        finally:
             self._is_stepping = False
         self._tell()  # of the step before, now that nothing can come of it for this one
 
@@ -225,10 +225,14 @@ class Stepper:
 
     def forget(self) -> None:
         """Gradients, and whatever was noted of them, are not wanted any more."""
+        self._forget(False)
+
+    def _forget(self, gradients_stay: bool) -> None:
         self.update.forget()
-        self._engine.gradients.forget()
+        if not gradients_stay:
+            self._engine.gradients.forget()
         self._engine.traffic.close()
-        if self._clipper is not None:
+        if self._clipper is not None and not gradients_stay:
             self._clipper.reset()
 
     def agree_to_drop(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,13 +46,6 @@ class QuantizedStorage(Protocol):
         """`x @ w.mT`, as forward has it, or `x @ w`, as the input's gradient does; `x` is a contiguous matrix in bf16."""
 
 
-class _Before(NamedTuple):
-    """What could be read before somebody wrote, and what was kept for it."""
-
-    read: Tensor
-    memory: tuple[Tensor, ...]
-
-
 class ParamStorage(ABC):
     """What a quantised param holds, and whether the values of before are still there: all that memory knows of it.
 
@@ -61,8 +53,8 @@ class ParamStorage(ABC):
     beginning for it. Who writes back what was read has changed nothing: masters know better than codes.
     """
 
-    _before: _Before | None = None
-    """Since somebody wrote here of which masters do not know."""
+    _before: ParamStorage | None = None
+    """As it was when somebody first wrote here, of which masters do not know yet."""
 
     def __init__(self, shape: torch.Size, given: Tensor | None) -> None:
         self.shape = shape
@@ -138,31 +130,33 @@ class ParamStorage(ABC):
             self.given = self.given.clone()
             self.settle(self.given)
 
+    @property
+    def _memory(self) -> tuple[Tensor, ...]:
+        """What is written when values come here."""
+        return self.codes
+
     def write(self, values: Tensor) -> None:
         """Somebody else writes into the param."""
-        values = values.to(torch.bfloat16).expand(self.shape)
+        values = values.to(self._memory[0].device, torch.bfloat16).expand(self.shape)
         was_written = self._before is not None
-        if not self._is_back(values, self.codes, has_master=self.given is None):
+        if not self._is_back(values, has_master=self.given is None):
             self.given = values.clone()
             self.settle(self.given)
         elif was_written:
             self.given = None
 
-    def _is_back(self, values: Tensor, memory: Sequence[Tensor], *, has_master: bool) -> bool:
+    def _is_back(self, values: Tensor, *, has_master: bool) -> bool:
         """Whether what is written is what could be read before anybody wrote here; then memory has what it had then. Only a
         master is worth keeping that for."""
         before = self._before
-        if before is None:
-            read = self.read()
-            if torch.equal(values, read):
-                return True
-            self._before = _Before(read, tuple(tensor.clone() for tensor in memory)) if has_master else None
+        if not torch.equal(values, (before or self).read()):
+            self._before = before or (self.copy() if has_master else None)
             return False
-        if not torch.equal(values, before.read):
-            return False
-        for tensor, kept in zip(memory, before.memory, strict=True):
-            tensor.copy_(kept)
-        self._before = None
+        if before is not None:
+            for tensor, kept in zip(self._memory, before._memory, strict=True):
+                tensor.copy_(kept)
+            self._counted[0] += 1
+            self._before = None
         return True
 
 
@@ -246,9 +240,14 @@ class Stored(ParamStorage):
             super().write(values)
             return
         own = self._values()
-        if not self._is_back(values.to(own.dtype).expand(self.shape), (own,), has_master=True):
+        values = values.to(own).expand(self.shape)
+        if not self._is_back(values, has_master=True):
             own.copy_(values)
-        self._counted[0] += 1
+            self._counted[0] += 1
+
+    @property
+    def _memory(self) -> tuple[Tensor, ...]:
+        return self.codes if self._codes is not None else (self._values(),)
 
     def taken(self) -> None:
         self._before = None

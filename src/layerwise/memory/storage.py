@@ -140,6 +140,7 @@ class Storage:
         self.changes = 0
         """How often weights have changed, by a step, by loading, or by who writes into them, as far as that was noticed."""
         self._fqns = tuple(self.params)
+        self._stored = [stored for param in self.params.values() if (stored := stored_of(param)) is not None]
         self._places = Places(tuple(self.params.values()), held_of)
 
     @property
@@ -316,6 +317,9 @@ class Storage:
     def note_update(self) -> None:
         """Weights have moved: autograd must not use them for a graph of before, as if nothing had happened."""
         self.changes += 1
+        for stored in self._stored:
+            if not stored.is_by_codes:  # codes say so when they are made
+                stored.taken()
         apart = (held for fqn, held in self.held.items() if held is not self.params[fqn])
         increment_version([*self.params.values(), *apart])
         self._places.note()
@@ -360,8 +364,7 @@ class Storage:
                 if span.fqn in fqns:
                     self._pull_span(shard, span)
         for fqn in fqns:
-            stored = stored_of(self.params[fqn])
-            if stored is not None:
+            if (stored := stored_of(self.params[fqn])) is not None:
                 stored.taken()
 
     def _pull_span(self, shard: Shard, span: Span) -> None:

@@ -19,7 +19,7 @@ _FUSED_NAMES = frozenset(
     {"in_proj_weight", "c_attn", "W_pack", "kv_a_proj_with_mqa", "kv_b_proj", "wkv_a", "wkv_b", "gateup", "w12", "w13"}
 )
 """Names that modules give to weights which are several in one."""
-_FUSED_WORD = re.compile(r"w?q?kv[a-z]?")
+_FUSED_WORD = re.compile(r"w?qkv[a-z]?|kv[a-z]?")
 """Words that say it within a name: qkv, kv, wqkv, qkvz."""
 _FUSED_WORDS = (("key", "value"), ("gate", "up"))
 """Words that say it together, in this order: the gate of an up projection is called up_gate."""

@@ -10,7 +10,7 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
-from layerwise.comm.groups import ProcessGroup, agree, derive_together
+from layerwise.comm.groups import ProcessGroup, agree, any_rank, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
@@ -32,7 +32,7 @@ from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
 from layerwise.optim.state import STEP, ExtraState, Own, after_hooks, export_state, extra_state_of, fit_state, say_part
-from layerwise.optim.whole import Whole, part_of, put_together, refuse_apart
+from layerwise.optim.whole import Whole, part_of, put_together, refuse_apart, with_steps
 from layerwise.routing.rules import RouteRule
 
 
@@ -168,7 +168,7 @@ class Optimizer(torch.optim.Optimizer):
                     **{name: like(param, one) for name, one in tensors.items()},
                 }
             self.state[param] = {**tensors, **home_state.get(fqn, {})}
-        self._own = Own.of(self.state, self.engine.storage.params)
+        self._own = Own(self.state, self.engine.storage.params)
         self.engine.attach(self)
 
     @property
@@ -273,16 +273,17 @@ class Optimizer(torch.optim.Optimizer):
         weights as they are: what the user wrote into them counts."""
         self.engine.check_bound()
         self.stepper.settle()
-        if not self.has_said_part and self._whole is None:
-            self.has_said_part = say_part(self.engine, self._kept_at_home)
         self.stepper.pull_changed()
+        whole = None if self._whole is None else self._whole.entries(self.engine.storage)
+        if not self.has_said_part and whole is None:
+            self.has_said_part = say_part(self.engine, self._kept_at_home)
         self._own.check(self.state)
         extra = self._extra_state()
         packed = super().state_dict()
-        if self._whole is None:
+        if whole is None:
             return export_state(packed, extra)
         fqns = [fqn for group in self.param_groups for fqn in group["fqns"]]
-        packed["state"] = self._whole.entries(fqns, self._state_by_fqn, self.engine.storage)
+        packed["state"] = {number: whole[fqn] for number, fqn in enumerate(fqns)}
         return export_state(packed, extra, whole=True)
 
     @never_traced
@@ -297,7 +298,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.settle_gradients()
         keep = to == engine.groups.rank
         whole = put_together(self._state_by_fqn, engine.storage, self._at_home, engine.everyone, keep=keep)
-        self._whole = Whole(whole, engine.storage.changes) if keep else None
+        self._whole = Whole(with_steps(whole, self._state_by_fqn) if keep else None, engine.storage.changes)
 
     @never_traced
     @torch.no_grad()
@@ -327,12 +328,14 @@ class Optimizer(torch.optim.Optimizer):
         engine, scaler = self.engine, self.stepper.scaler
         self.stepper.catch_up()
         agree(engine.groups, "states", {"step": step, "loss_scale": loss_scale}, across_stages=True)
-        has_gradients, scaled = engine.settle_gradients(), None if loss_scale is None else loss_scale["scale"]
-        if has_gradients and scaler is not None and scaled is not None and scaled != scaler.scale:
+        own = None if scaler is None else scaler.scale
+        theirs = None if loss_scale is None else loss_scale["scale"]
+        if None not in (own, theirs) and own != theirs and any_rank(engine.groups, engine.gradients.has_gradients):
             raise StateError(
-                f"state was loaded between backward and step(): it has loss scale {scaled:g}, gradients have "
-                f"{scaler.scale:g}. Call zero_grad() or step() first."
+                f"state was loaded between backward and step(): it has loss scale {theirs:g}, gradients have {own:g}. Call zero_grad() "
+                "or step() first."
             )
+        engine.settle_gradients()
         engine.publisher.ensure_all()
 
         def follow() -> None:
@@ -380,8 +383,7 @@ class Optimizer(torch.optim.Optimizer):
         options: list[LiveOptions] = []
         try:
             self._arranged.check(self.param_groups)
-            if len(self.state) != len(self._own):
-                self._own.check(self.state)
+            self._own.check(self.state)
             options = [live_rule(index, group).options() for index, group in enumerate(self.param_groups)]
         except Exception as error:
             problem = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
@@ -94,16 +95,26 @@ def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: boo
     return {**state_dict, "state": state, "param_groups": plain, KEY: {**extra, WHOLE: True} if whole else extra}
 
 
-class Own(dict[str, tuple[Tensor, dict[str, Tensor]]]):
-    """The state that steps work on: by name, the param and its tensors."""
+class Own:
+    """The state that steps work on: by name, each param and its tensors."""
 
-    @classmethod
-    def of(cls, state: Mapping[Tensor, Mapping[str, Tensor]], params: Mapping[str, Tensor]) -> Own:
-        return cls({fqn: (param, dict(state[param])) for fqn, param in params.items()})
+    def __init__(self, state: Mapping[Tensor, dict[str, Tensor]], params: Mapping[str, Tensor]) -> None:
+        self._kept = {fqn: (param, dict(state[param])) for fqn, param in params.items()}
+        self._entries = list(state.values())
+        places = [(entry, name) for entry in self._entries for name in entry if name != STEP]
+        self._holders = [entry for entry, _ in places]
+        self._names = [name for _, name in places]
+        self._tensors = [entry[name] for entry, name in places]
 
-    def check(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    def check(self, state: Mapping[Tensor, dict[str, Tensor]]) -> None:
         """Raise unless an optimizer's state is these tensors."""
-        for fqn, (param, kept) in self.items():
+        if (
+            len(state) == len(self._entries)  # asked at every step: without a step of Python for each
+            and all(map(is_, state.values(), self._entries))
+            and all(map(is_, map(dict.get, self._holders, self._names), self._tensors))
+        ):
+            return
+        for fqn, (param, kept) in self._kept.items():
             now = state.get(param, {})
             changed = next(
                 (name for name, tensor in kept.items() if name != STEP and now.get(name) is not tensor), None

@@ -4,7 +4,7 @@ taken apart again, on any number of ranks and in any layout."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,19 +31,26 @@ class _Part(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What was put together, and how often weights had changed by then."""
+    """What was put together, on the rank that keeps it, and how often weights had changed by then."""
 
-    state: State
+    state: State | None
     changes: int
 
-    def entries(self, fqns: Sequence[str], own: State, storage: Storage) -> dict[int, dict[str, Tensor]]:
-        """As torch has it in a state dict: by number of the param. Raises if it is not the state as it is any more."""
+    def entries(self, storage: Storage) -> State | None:
+        """The state of every param by name, if this rank keeps it. Raises, on every rank, if it is of before."""
         if self.changes != storage.changes:
             raise StateError(
                 "weights were written since consolidate_state_dict(): what it put together is of before. Call it again, on every rank."
             )
-        steps = {fqn: {STEP: kept[STEP]} for fqn, kept in own.items() if STEP in kept}
-        return {number: {**steps.get(fqn, {}), **self.state[fqn]} for number, fqn in enumerate(fqns)}
+        return self.state
+
+
+def with_steps(state: State, own: State) -> State:
+    """The same with the steps of those that count their own."""
+    return {
+        fqn: {**{name: kept for name, kept in own[fqn].items() if name == STEP}, **entry}
+        for fqn, entry in state.items()
+    }
 
 
 def refuse_apart(engine: Engine) -> None:

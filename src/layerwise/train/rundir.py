@@ -9,6 +9,7 @@ from pathlib import Path
 from layerwise.checkpoint.folder import found
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig
+from layerwise.errors import warn
 from layerwise.train.metrics import Record, RunRecord, read_metrics, replace_text
 from layerwise.train.report import html_report, loss_curve
 
@@ -68,7 +69,10 @@ class ConfigFile:
 
     def write(self, record: Record) -> None:
         if isinstance(record, RunRecord) and record.first_step:
-            replace_text(self.run.config, dump_json(self.config))
+            try:
+                replace_text(self.run.config, dump_json(self.config))
+            except OSError as error:  # one rank alone must not end here
+                warn(f"{self.run.config} is that of the run before: {error}. Training goes on.")
 
 
 def write_report(run: RunDir) -> None:

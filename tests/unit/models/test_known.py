@@ -271,7 +271,7 @@ FUSED = [
     "in_proj_weight", "gate_up", "gate_up_proj", "fused_gate_up", "gate_and_up", "w13",
 ]  # fmt: skip
 ONE = [
-    "q_proj", "k_proj", "key", "value", "gate", "up_proj", "kv_down", "kv_norm", "kv_a", "q_up", "attn_gate", "proj_up_gate", "rwkv",
+    "q_proj", "k_proj", "key", "value", "gate", "up_proj", "kv_down", "kv_norm", "kv_a", "wkv", "q_up", "attn_gate", "proj_up_gate", "rwkv",
     "gated_update", "upper", "to_out", "in_proj",
 ]  # fmt: skip
 

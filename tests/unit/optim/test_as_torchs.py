@@ -145,6 +145,11 @@ def _takes_one_out(optimizer: layerwise.Optimizer) -> None:
     optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
 
 
+def _swaps_two_params(optimizer: layerwise.Optimizer) -> None:
+    params = optimizer.param_groups[0]["params"]
+    params[0], params[1] = params[1], params[0]
+
+
 def _removes(optimizer: layerwise.Optimizer) -> None:
     optimizer.param_groups.pop()
 
@@ -162,6 +167,7 @@ def _renames_a_rule(optimizer: layerwise.Optimizer) -> None:
             _takes_one_out,
             r"the params of group matrix \(muon\) were changed after construction: expected the 2 that it had",
         ),
+        (_swaps_two_params, r"expected the 2 that it had, in their order"),
         (_removes, r"param groups are matrix \(muon\), and were"),
         (_renames_a_rule, r"param groups are matrix \(muon\), other \(nope\), and were"),
     ],
@@ -193,9 +199,32 @@ def test_state_that_was_replaced_is_refused_and_state_that_was_written_counts(wr
     for refused in (optimizer.state_dict, lambda: optimizer.load_state_dict(kept)):
         with pytest.raises(StateError, match=r"state 'momentum' of param '0.weight' was replaced or removed"):
             refused()
+
+    def steps_are_refused() -> None:
+        model(x).square().sum().backward()
+        with pytest.raises(StateError, match=r"state 'momentum' of param '0.weight' was replaced or removed"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+    steps_are_refused()
     optimizer.state[first]["momentum"] = own
     optimizer.load_state_dict(kept)
+    train(model, optimizer, x)
+    optimizer.state[first] = {**optimizer.state[first], "momentum": own.clone()}
+    steps_are_refused()
     optimizer.state.clear()
-    model(x).square().sum().backward()
-    with pytest.raises(StateError, match=r"state 'momentum' of param '0.weight' was replaced or removed"):
+    steps_are_refused()
+
+
+def test_a_refused_step_is_taken_once_its_cause_is_gone_also_with_a_scaled_loss() -> None:
+    module, x = build(), torch.ones(2, 8)
+    optimizer = optimizer_of(module, loss_scale=layerwise.LossScale())
+    optimizer.scale_loss(module(x).square().sum()).backward()
+    optimizer.param_groups[0]["lr"], right = -1.0, optimizer.param_groups[0]["lr"]
+    with pytest.raises(ValueError, match="lr"):
         optimizer.step()
+    optimizer.param_groups[0]["lr"] = right
+    before = module[0].weight.detach().clone()  # type: ignore[index]
+    optimizer.step()
+    assert not optimizer.stats.skipped
+    assert not torch.equal(before, module[0].weight)  # type: ignore[index]

@@ -324,6 +324,14 @@ def test_a_module_keeps_its_memory_its_mode_and_its_forward() -> None:
         assert reading.split == row_blocks((36, D), (12, 12, 12))
 
 
+class Cache:
+    """No module, and keeps tables."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, dict[int, torch.Tensor]] = {"cos": {}}
+        self.last: torch.Tensor | None = None
+
+
 class Remembering(nn.Module):
     """Keeps a table that it makes when it is first asked, and other things that forwards keep."""
 
@@ -336,6 +344,7 @@ class Remembering(nn.Module):
         self.lengths: list[int] = [1]
         self.by_length: dict[int, torch.Tensor] = {1: torch.ones(1)}
         self.calls = 0
+        self.cache = Cache()
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if self.table is None:
@@ -350,7 +359,8 @@ class Remembering(nn.Module):
         self.lengths.append(x.shape[1])
         self.by_length[x.shape[1]] = self.table
         self.calls += 1
-        return out
+        self.cache.last = out
+        return out + self.cache.tables["cos"].setdefault(x.shape[1], torch.ones(x.shape[1], 1, device=x.device))
 
 
 def test_a_module_keeps_what_its_forward_remembers() -> None:
@@ -361,6 +371,7 @@ def test_a_module_keeps_what_its_forward_remembers() -> None:
     assert found.readings["up.weight"].role is Role.MAP
     assert set(vars(model)) == names
     assert (model.table, model.lengths, list(model.by_length), model.calls) == (None, [1], [1], 0)
+    assert (model.cache.tables, model.cache.last) == ({"cos": {}}, None)
     assert model.mean.tolist() == [5.0] * D
     assert model.by_length[1].tolist() == [1.0]
     assert model.count.tolist() == [0]

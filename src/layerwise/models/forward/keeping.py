@@ -10,6 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,22 +20,41 @@ from torch.utils._pytree import tree_leaves
 from layerwise.models.forward.weights import storage_of
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+_ATOMS = (str, int, float, bool, type(None), bytes, torch.dtype, torch.device, torch.Size)
+_NO_STATE = (type, nn.Module, Tensor, ModuleType, FunctionType, MethodType)
+"""What has attributes, and nothing that a forward would keep there: modules are asked themselves."""
 
 
 class Keeping:
-    """Attributes of modules, what is in the containers among them, and values of the tensors and of inputs."""
+    """Attributes of modules and of what lies in them, what is in containers, and values of the tensors and of inputs."""
 
     def __init__(self, root: nn.Module, inputs: Iterable[Tensor]) -> None:
         self._attributes = [(vars(module), dict(vars(module))) for module in root.modules()]
-        values = [value for _, attributes in self._attributes for value in attributes.values()]
-        self._contents = [(value, copy(value)) for value in values if type(value) in _CONTAINERS]
-        inside = (item for _, content in self._contents for item in _items(content))
-        self._tensors = {
-            storage_of(tensor): tensor
-            for tensor in (*values, *inside, *inputs)
-            if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        }
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: dict[int, Tensor] = {}
         self._written: dict[int, torch.UntypedStorage] = {}
+        left = [*inputs, *(value for _, attributes in self._attributes for value in attributes.values())]
+        seen: set[int] = set()
+        while left:
+            value = left.pop()
+            if type(value) in _ATOMS or id(value) in seen:
+                continue
+            seen.add(id(value))
+            left.extend(self._keep(value))
+
+    def _keep(self, value: Any) -> Iterable[Any]:
+        """Keep what this is; what lies in it comes next."""
+        if type(value) in _CONTAINERS:
+            self._contents.append((value, copy(value)))
+            return list(value.values() if isinstance(value, dict) else value)
+        if isinstance(value, tuple):
+            return value
+        if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
+            self._tensors[storage_of(value)] = value
+        elif not isinstance(value, _NO_STATE) and hasattr(value, "__dict__"):
+            self._attributes.append((vars(value), dict(vars(value))))
+            return list(vars(value).values())
+        return ()
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An operation is about to run: keep the values of what it writes into."""
@@ -60,10 +80,6 @@ class Keeping:
             (container.extend if isinstance(container, list | deque) else container.update)(content)
         for memory, values in self._written.items():
             self._tensors[memory].untyped_storage().copy_(values)
-
-
-def _items(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
 
 
 @contextmanager

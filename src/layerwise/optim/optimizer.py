@@ -40,8 +40,8 @@ class Optimizer(torch.optim.Optimizer):
     """Steps a `DataParallel` model, a `DistributedDataParallel` one, a module that torch's `fully_shard` or
     `parallelize_module` has cut, or a plain one in a single process.
 
-    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Those of a
-    `DistributedDataParallel`, or with gradients="reduced", are left as they are: call `zero_grad()`, as with any torch optimizer.
+    `step()` consumes the gradients: the next backward starts from zero, whether or not `zero_grad()` was called. Left as they are,
+    for `zero_grad()` to clear, are those of a `DistributedDataParallel` or with gradients="reduced", and `.grad`s if `step()` raises.
 
     Args:
         model: a `DataParallel`, a `DistributedDataParallel`, or an `nn.Module`, whose params may be DTensors.

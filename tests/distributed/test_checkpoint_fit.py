@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise
-from layerwise.checkpoint import loading
+from layerwise.checkpoint import loading, saving
 from layerwise.checkpoint.files import Reader
 from layerwise.comm.handles import Handle
 from layerwise.engine.publisher import Publisher
@@ -552,3 +552,69 @@ def test_ranks_that_load_different_checkpoints_are_told_so(tmp_path: Path) -> No
     assert found[0] == found[1]
     assert found[0].startswith("PlanMismatchError: ")
     assert "digest" in found[0]
+
+
+def of_two_minds(rank: int, world: int, folder: str) -> list[str]:
+    """One rank asks for something that the other does not."""
+    _, wrapped, optimizer = build(replace(SAVED, salt=0))
+    layerwise.save(f"{folder}/0", wrapped, optimizer)
+    before = hash_everything(optimizer)
+    asked: list[dict[str, Any]] = [
+        {"reset": ["*"]},
+        {"rename": {"up": "tall", "tall": "up"}},
+        {"missing": ["up.*"]},
+        {"unused": ["up.*"]},
+        {"verify": False},
+    ]
+    found = []
+    for more in asked:
+        given = more if rank == 1 else {}
+        found.append(raised(lambda given=given: layerwise.load(f"{folder}/0", wrapped, optimizer, **given)))  # type: ignore[misc]
+    return [*found, str(hash_everything(optimizer) == before)]
+
+
+def test_ranks_that_load_with_different_arguments_are_told_so(tmp_path: Path) -> None:
+    first, second = run_ranks(2, of_two_minds, str(tmp_path))
+    assert first == second
+    *found, is_unchanged = first
+    for name, said in zip(("reset", "rename", "missing", "unused", "verify"), found, strict=True):
+        assert said.startswith("PlanMismatchError: ")
+        assert name in said
+    assert is_unchanged == "True"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"reset": ["model.up.*"]}, "reset= has 'model.up.*', which matches no param"),
+        ({"rename": {"model.up": "tall"}}, "rename= has 'model.up', and nothing in the checkpoint is called so"),
+    ],
+)
+def test_what_is_asked_for_in_vain_is_said(saved: tuple[Path, Whole], asked: dict[str, Any], said: str) -> None:
+    path, _ = saved
+    with pytest.raises(CheckpointError, match=said.replace("*", r"\*")):
+        load_as(path, Model(), **asked)
+
+
+@pytest.mark.parametrize("name", ["missing", "unused", "reset"])
+def test_a_pattern_is_no_list_of_patterns(saved: tuple[Path, Whole], name: str) -> None:
+    path, _ = saved
+    given: Any = {name: "up.weight"}
+    with pytest.raises(TypeError, match=f"{name} must be a list of patterns, got 'up.weight'"):
+        load_as(path, Model(), **given)
+
+
+def test_what_another_process_wrote_under_the_same_name_is_not_of_this_save(tmp_path: Path) -> None:
+    _, wrapped, optimizer = build(replace(SAVED, salt=0))
+    real = saving._write_share
+
+    def and_somebody_else(share: saving.Share, rank: int, partial: Path, number: str) -> None:
+        real(share, rank, partial, number)
+        told = partial / saving._share_name(rank)
+        told.write_text(told.read_text().replace(number, "another"))
+
+    said = "has what another process wrote there while rank 0 of this one did"
+    with mock.patch.object(saving, "_write_share", and_somebody_else), pytest.raises(CheckpointError, match=said):
+        layerwise.save(tmp_path / "one", wrapped, optimizer)
+    assert not (tmp_path / "one").exists()
+    layerwise.save(tmp_path / "one", wrapped, optimizer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -105,3 +107,19 @@ def test_what_only_looks_sharded_is_none() -> None:
     optimizer.step()
     assert not torch.equal(model.weight, before)
     assert optimizer.state[model.weight]["momentum"].shape == (6, 4)
+
+
+def outside(rank: int, world: int) -> str:
+    """A rank that is in no group that it names."""
+    group = dist.new_group([0])
+    model = nn.Linear(4, 4)
+    rules: Any = {"matrix": layerwise.Muon(lr=0.1), "other": layerwise.AdamW(lr=0.1)}
+    found = raised(lambda: layerwise.Optimizer(model, gradients="reduced", process_group=group, **rules))
+    dist.barrier()
+    return found
+
+
+def test_a_rank_outside_of_the_process_group_is_told_so() -> None:
+    first, second = run_ranks(2, outside)
+    assert first == "nothing was raised"
+    assert "TypeError: process_group must be a torch ProcessGroup that this rank is in" in second

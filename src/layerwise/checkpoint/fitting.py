@@ -36,6 +36,18 @@ class Policy:
     """Params whose optimizer state starts anew, because their rule or split has changed; "loss_scale" where only one side
     has one."""
 
+    def __post_init__(self) -> None:
+        for name in ("missing", "unused", "reset"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"{name} must be a list of patterns, got {getattr(self, name)!r}: expected {name}=[...]."
+                )
+
+    def facts(self) -> dict[str, object]:
+        """As plain data: the same on every rank."""
+        lists = {name: list(getattr(self, name)) for name in ("missing", "unused", "reset")}
+        return {"rename": dict(self.rename), **lists}
+
 
 class Read(NamedTuple):
     """What goes where."""
@@ -64,15 +76,19 @@ class Names:
         self._policy = policy
         others = {alias: name for name, said in self.facts.items() for alias in said.aliases}
         own = {name: name for name in self.weights}
+        self._used: set[str] = set()
         self._theirs: dict[str, str] = {self._renamed(known): name for known, name in {**others, **own}.items()}
 
     def _renamed(self, name: str) -> str:
         for old, new in self._policy.rename.items():
-            if name == old:
-                return new
-            if name.startswith(old.rstrip(".") + "."):
-                return new.rstrip(".") + name[len(old.rstrip(".")) :]
+            if name == old or name.startswith(old.rstrip(".") + "."):
+                self._used.add(old)
+                return new if name == old else new.rstrip(".") + name[len(old.rstrip(".")) :]
         return name
+
+    def idle_renames(self) -> list[str]:
+        """What `rename` names in vain."""
+        return [old for old in self._policy.rename if old not in self._used]
 
     def theirs(self, name: str) -> str:
         """The checkpoint's name of what the model calls so; empty where it has no such thing."""
@@ -147,7 +163,8 @@ class _Fitting:
         self._names = Names(manifest, policy)
         self._params = contents.facts()
         self._buffers = {name: shape for name, shape in contents.constant_shapes().items() if name not in self._params}
-        have = {self._names.theirs(name) for name in (*self._params, *self._buffers, *elsewhere)}
+        self._known = (*self._params, *self._buffers, *elsewhere)
+        have = {self._names.theirs(name) for name in self._known}
         self._unclaimed = [name for name in self._names.weights if name not in have]
         self._takes_state: set[str] = set()
 
@@ -168,6 +185,15 @@ class _Fitting:
             if not _matches(name, self._policy.unused):
                 yield f"'{_shown(name)}' is in the checkpoint, and the model has no such param or buffer."
         yield from self._scale_problems()
+        yield from self._idle_problems()
+
+    def _idle_problems(self) -> Iterator[str]:
+        """What was asked for and comes to nothing: nobody means that."""
+        for old in self._names.idle_renames():
+            yield f"rename= has {old!r}, and nothing in the checkpoint is called so or begins so.{did_you_mean(old, self._names.weights)}"
+        for pattern in self._policy.reset if self._contents.optimizer is not None else ():
+            if not any(_matches(name, (pattern,)) for name in (*self._known, LOSS_SCALE)):
+                yield f"reset= has {pattern!r}, which matches no param.{did_you_mean(pattern, self._known)}"
 
     def _is_there(self, name: str, shape: tuple[int, ...]) -> bool:
         entry = self._entries.get(f"{MODEL}.{self._names.theirs(name)}")

@@ -89,8 +89,9 @@ def load(
         contents.engine.finish_errands()  # it may be what is asked for
     groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
+    arguments = {**policy.facts(), "verify": verify, "extra": sorted(extra or {})}
     manifest = derive_together(
-        groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": found.digest}
+        groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": found.digest, **arguments}
     )
     if isinstance(contents, Contents):
         contents.make_ready()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Ma
 from layerwise.checkpoint.plain import to_plain
 from layerwise.checkpoint.rates import options_of
 from layerwise.comm.errands import Errand
-from layerwise.comm.groups import Groups, derive_together
+from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.engine.engine import Engine
 from layerwise.errors import CheckpointError, listed, warn
 from layerwise.memory.copies import Copies
@@ -128,14 +129,16 @@ def save_and_then(
         _begin(groups, target)
         return Share.of(contents, beside if groups.rank == 0 else {}, copied=background)
 
-    share = derive_together(groups, "checkpoints", prepare, lambda _: {"background": background})
+    written = derive_together(groups, "checkpoints", prepare, lambda _: {"background": background})
+    # What another process writes under the same name is not of this save.
+    number = str(share(groups, lambda: {"number": secrets.token_hex(8)})[0]["number"])
 
     def finish() -> None:
-        _finish(about, groups.world, target)
+        _finish(about, groups.world, target, number)
         then()
 
     def write(groups: Groups) -> None:
-        _together(groups, lambda: _write_share(share, groups.rank, partial_of(target)))
+        _together(groups, lambda: _write_share(written, groups.rank, partial_of(target), number))
         on_first(groups, finish)
 
     def write_aside(groups: Groups) -> None:
@@ -223,7 +226,7 @@ class Share(NamedTuple):
         return cls(parts, params, options_of(contents))
 
 
-def _write_share(share: Share, rank: int, partial: Path) -> None:
+def _write_share(share: Share, rank: int, partial: Path, number: str) -> None:
     """This rank's data file, and what is in it, for the first rank to read."""
     if not partial.is_dir():
         raise CheckpointError(
@@ -234,6 +237,7 @@ def _write_share(share: Share, rank: int, partial: Path) -> None:
         "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
         "params": share.params,
         "options": share.options,
+        "save": number,
     }
     # Nobody needs it on disk: it is gone before the checkpoint has its name.
     (partial / _share_name(rank)).write_text(json.dumps(facts))
@@ -302,7 +306,7 @@ def _pieces(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         yield from _pieces(part, tensor.narrow(dim, start, stop - start))
 
 
-def _finish(about: Mapping[str, Any], world: int, target: Path) -> None:
+def _finish(about: Mapping[str, Any], world: int, target: Path, number: str) -> None:
     """Put together what ranks have written, make sure that nothing is missing, and give it its name."""
     partial = partial_of(target)
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -311,9 +315,14 @@ def _finish(about: Mapping[str, Any], world: int, target: Path) -> None:
     params: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for rank in range(world):
-        share = partial / _share_name(rank)
-        facts = json.loads(share.read_bytes())
-        theirs = Manifest.from_body(facts["manifest"], str(share))
+        left = partial / _share_name(rank)
+        facts = json.loads(left.read_bytes()) if left.exists() else {}
+        if facts.get("save") != number:
+            raise CheckpointError(
+                f"{partial} has what another process wrote there while rank {rank} of this one did: expected one run to save under a "
+                "name. Stop the other one, and save again."
+            )
+        theirs = Manifest.from_body(facts["manifest"], str(left))
         for key, entry in theirs.entries.items():
             shape, dtype = kinds.setdefault(key, (entry.shape, entry.dtype))
             if (shape, dtype) != (entry.shape, entry.dtype):
@@ -325,7 +334,7 @@ def _finish(about: Mapping[str, Any], world: int, target: Path) -> None:
         files.update(theirs.files)
         params.update(facts["params"])
         options = {**facts["options"], **options}
-        share.unlink()
+        left.unlink()
     entries = {key: Entry(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
     told = {**about, "params": params, "options": list(options.values())}
     commit(Manifest(entries, files, told), target)

@@ -21,6 +21,7 @@ from layerwise.comm.groups import (
     ProcessGroup,
     all_ranks,
     alone,
+    check_process_group,
     check_still_alone,
     default_world,
     derive_together,
@@ -67,6 +68,7 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
     if isinstance(engine, Engine):
         check_still_alone(engine.groups)
         return engine
+    check_process_group(asked.process_group)
     if asked.gradients not in (None, "reduced"):
         raise ValueError(f"gradients must be 'reduced' or left out, got {asked.gradients!r}.")
     if not isinstance(model, nn.Module):

@@ -174,7 +174,7 @@ def _conv(param: ParamSpec) -> str | None:
 
 
 def _broadcast(param: ParamSpec) -> str | None:
-    if len(param.shape) == 3 and param.shape[0] == 1 and param.split is None:
+    if len(param.shape) == 3 and param.shape[0] == 1 and param.split is None and _stack(param) is None:
         return "has a leading dim of 1, so it is one for all of a batch (a table of positions or tokens): no map"
     return None
 
@@ -194,9 +194,13 @@ def _stack(param: ParamSpec) -> str | None:
     if len(param.shape) != 3:
         return None
     if param.domain == EXPERT or _EXPERT_CLASS.search(param.module_type):
-        return f"is a stack of {param.shape[0]} matrices, one for each expert of {param.module_type or 'a module'}"
+        return f"is a stack of {_matrices(param)}, one for each expert of {param.module_type or 'a module'}"
     step = next(filter(_EXPERT_STEP.search, param.fqn.split(".")), None)
-    return None if step is None else f"is a stack of {param.shape[0]} matrices, one for each expert, going by {step!r}"
+    return None if step is None else f"is a stack of {_matrices(param)}, one for each expert, going by {step!r}"
+
+
+def _matrices(param: ParamSpec) -> str:
+    return "1 matrix" if param.shape[0] == 1 else f"{param.shape[0]} matrices"
 
 
 def _declared(param: ParamSpec) -> str | None:

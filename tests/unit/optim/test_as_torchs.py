@@ -228,3 +228,16 @@ def test_a_refused_step_is_taken_once_its_cause_is_gone_also_with_a_scaled_loss(
     optimizer.step()
     assert not optimizer.stats.skipped
     assert not torch.equal(before, module[0].weight)  # type: ignore[index]
+
+
+def test_clipping_twice_is_clipping_to_the_smaller_norm() -> None:
+    model, x = layerwise.DataParallel(build()), torch.ones(2, 8)
+    optimizer = optimizer_of(model)
+    for bounds in ((0.01, 0.05), (0.05, 0.01), (0.01,)):
+        model(x).square().sum().backward()
+        for bound in bounds:
+            model.clip_grad_norm_(bound)
+        optimizer.step()
+        stats = optimizer.stats
+        assert list(stats.clip_coefficients.values()) == pytest.approx([0.01 / stats.grad_norm] * 2, rel=1e-3)
+        optimizer.zero_grad()

@@ -184,6 +184,12 @@ EXAMPLES = [
     ),
     (
         "stacks",
+        spec("experts.w1", (1, 8, 4), OTHER, "GroupedExperts"),
+        "matrix",
+        "is a stack of 1 matrix, one for each expert of GroupedExperts",
+    ),
+    (
+        "stacks",
         spec("ffn.w1", (3, 8, 4), OTHER, "Ffn", domain="expert"),
         "matrix",
         "is a stack of 3 matrices, one for each expert of Ffn",

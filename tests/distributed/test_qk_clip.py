@@ -451,3 +451,58 @@ def test_all_pipeline_stages_know_what_was_clipped_on_any() -> None:
     stats = found[0][0]
     assert (stats.max_logit, stats.clipped_heads) == (math.inf, 2)
     assert stats.nonfinite_logits == ("attention of stage 2 head 2",)
+
+
+class Attending(nn.Module):
+    """One stage: attention of two heads that torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def attention_heads(self) -> layerwise.AttentionHeads:
+        return layerwise.AttentionHeads.grouped(query="q_proj", key="k_proj", n_heads=2, head_dim=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return x + nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+def on_torchs_schedule(rank: int, world: int, are_shapes_said: bool) -> list[tuple[float | None, int]]:
+    """What steps of a pipeline of torch's saw and clipped."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.manual_seed(rank)
+    mesh = init_device_mesh("cpu", (world, 1, 1), mesh_dim_names=("pp", "dp", "ep"))
+    chunk, shape = Attending(), (2, 3, 8)
+    model = layerwise.DataParallel(chunk, mesh=mesh)
+    optimizer = layerwise.Optimizer(
+        model,
+        matrix=layerwise.Muon(lr=0.02),
+        other=layerwise.AdamW(lr=0.01),
+        qk_clip=layerwise.QKClip(threshold=0.05),
+    )
+    shapes: dict[str, Any] = {}
+    if are_shapes_said:
+        ends = [torch.empty(shape, device="meta").requires_grad_(needs) for needs in (rank > 0, True)]
+        shapes = {"input_args": (ends[0],), "output_args": (ends[1],)}
+    stage = PipelineStage(chunk, rank, world, torch.device("cpu"), group=mesh.get_group("pp"), **shapes)
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda out, _: out.square().mean() / 2, scale_grads=False)
+    found = []
+    # What nobody wrote holds NaN here, which would be seen.
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    for step in range(3):
+        x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(step))
+        schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == world - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((optimizer.stats.max_logit, optimizer.stats.clipped_heads))
+    return found
+
+
+def test_a_forward_in_which_a_pipeline_finds_out_shapes_is_none_of_training() -> None:
+    said, inferred = run_ranks(2, on_torchs_schedule, True), run_ranks(2, on_torchs_schedule, False)
+    assert said == inferred
+    assert all(logit is not None and math.isfinite(logit) for logit, _ in said[0])
+    assert said[0][0][1] > 0

@@ -10,7 +10,10 @@ A maximum does not mind being taken twice, so activation checkpointing and sever
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from layerwise.kernels.logits import max_logits
+
+_STAGE_FILE = os.path.join("distributed", "pipelining", "stage.py")
 
 
 class MaxLogits:
@@ -83,6 +88,21 @@ def unwatch(module: nn.Module, found: MaxLogits) -> None:
         del module._layerwise_logits
 
 
+def _counts(module: nn.Module) -> bool:
+    """Whether a forward that runs now is one of training. A pipeline of torch's that was not told the shapes between its stages
+    begins with one of memory that nobody wrote."""
+    if not module.training:
+        return False
+    if torch.compiler.is_compiling() or "torch.distributed.pipelining.stage" not in sys.modules:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if "inference" in frame.f_code.co_name and frame.f_code.co_filename.endswith(_STAGE_FILE):
+            return False
+        frame = frame.f_back
+    return True
+
+
 def record_logits(module: nn.Module, max_per_head: Tensor) -> None:
     """Hand over the largest attention logit of every query head of a forward, after the softmax scale and without masked
     positions; for modules that do not call `scaled_dot_product_attention`.
@@ -95,7 +115,7 @@ def record_logits(module: nn.Module, max_per_head: Tensor) -> None:
             "rows make its logits."
         )
     found = _watched(module)
-    if found is not None and module.training:
+    if found is not None and _counts(module):
         found.record(max_per_head)
 
 
@@ -140,7 +160,7 @@ def _logits_of(
 
 def _begin(module: nn.Module, args: object) -> None:
     found = _watched(module)
-    if found is not None and module.training:
+    if found is not None and _counts(module):
         mode = _SeesAttention(found)
         mode.__enter__()  # type: ignore[no-untyped-call]
         found.modes.append(mode)

@@ -51,7 +51,7 @@ class Keeping:
             return value
         if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
             self._tensors[storage_of(value)] = value
-        elif not isinstance(value, _NO_STATE) and hasattr(value, "__dict__"):
+        elif not isinstance(value, _NO_STATE) and type(getattr(value, "__dict__", None)) is dict:
             self._attributes.append((vars(value), dict(vars(value))))
             return list(vars(value).values())
         return ()

@@ -608,10 +608,10 @@ def test_what_another_process_wrote_under_the_same_name_is_not_of_this_save(tmp_
     _, wrapped, optimizer = build(replace(SAVED, salt=0))
     real = saving._write_share
 
-    def and_somebody_else(share: saving.Share, rank: int, partial: Path, number: str) -> None:
-        real(share, rank, partial, number)
+    def and_somebody_else(share: saving.Share, rank: int, partial: Path) -> None:
+        real(share, rank, partial)
         told = partial / saving._share_name(rank)
-        told.write_text(told.read_text().replace(number, "another"))
+        told.write_text(told.read_text().replace(share.number, "another"))
 
     said = "has what another process wrote there while rank 0 of this one did"
     with mock.patch.object(saving, "_write_share", and_somebody_else), pytest.raises(CheckpointError, match=said):

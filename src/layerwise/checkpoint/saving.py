@@ -125,20 +125,21 @@ def save_and_then(
 
     on_first(groups, before)
 
-    def prepare() -> Share:
-        _begin(groups, target)
-        return Share.of(contents, beside if groups.rank == 0 else {}, copied=background)
-
-    written = derive_together(groups, "checkpoints", prepare, lambda _: {"background": background})
     # What another process writes under the same name is not of this save.
     number = str(share(groups, lambda: {"number": secrets.token_hex(8)})[0]["number"])
+
+    def prepare() -> Share:
+        _begin(groups, target)
+        return Share.of(contents, beside if groups.rank == 0 else {}, number, copied=background)
+
+    written = derive_together(groups, "checkpoints", prepare, lambda _: {"background": background})
 
     def finish() -> None:
         _finish(about, groups.world, target, number)
         then()
 
     def write(groups: Groups) -> None:
-        _together(groups, lambda: _write_share(written, groups.rank, partial_of(target), number))
+        _together(groups, lambda: _write_share(written, groups.rank, partial_of(target)))
         on_first(groups, finish)
 
     def write_aside(groups: Groups) -> None:
@@ -215,18 +216,20 @@ class Share(NamedTuple):
     parts: Iterable[Part]
     params: Mapping[str, tuple[Any, ...]]
     options: Mapping[str, Any]
+    number: str
+    """Of the save, the same on every rank."""
 
     @classmethod
-    def of(cls, contents: Contents, beside: Mapping[str, Tensor], *, copied: bool) -> Share:
+    def of(cls, contents: Contents, beside: Mapping[str, Tensor], number: str, *, copied: bool) -> Share:
         """As it is now; `copied` is what later steps do not change."""
         parts: Iterable[Part] = _parts(contents, beside)
         if copied:
             parts = _copied(parts, contents.engine.copies)
         params = {name: tuple(said) for name, said in contents.facts().items()}
-        return cls(parts, params, options_of(contents))
+        return cls(parts, params, options_of(contents), number)
 
 
-def _write_share(share: Share, rank: int, partial: Path, number: str) -> None:
+def _write_share(share: Share, rank: int, partial: Path) -> None:
     """This rank's data file, and what is in it, for the first rank to read."""
     if not partial.is_dir():
         raise CheckpointError(
@@ -237,7 +240,7 @@ def _write_share(share: Share, rank: int, partial: Path, number: str) -> None:
         "manifest": Manifest(written.entries, written.files, {"step": 0}).to_body(),
         "params": share.params,
         "options": share.options,
-        "save": number,
+        "save": share.number,
     }
     # Nobody needs it on disk: it is gone before the checkpoint has its name.
     (partial / _share_name(rank)).write_text(json.dumps(facts))

@@ -380,7 +380,7 @@ def every_bucket(engine: Engine) -> list[int]:
 
 
 def _is_for_others(update: Update, index: int, *rest: Any) -> bool:
-    return not update._groups[index].rule.is_matrix_rule
+    return not update._groups[update._bunches[index].group].rule.is_matrix_rule
 
 
 def _is_matrices(plan: Plan, index: int) -> bool:

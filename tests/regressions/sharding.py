@@ -406,12 +406,12 @@ CASES = (
             Mistake(
                 what="state comes into being with the first step",
                 put_in=state_with_the_first_step,
-                seen_as="momentum is another tensor",
+                seen_as="state 'momentum' of param '0.weight' was replaced or removed",
             ),
             Mistake(
                 what="an update leaves whole tensors behind",
                 put_in=whole_state,
-                seen_as="momentum lies as .Replicate",
+                seen_as="state 'momentum' of param '0.weight' was replaced or removed",
             ),
         ),
     ),

@@ -319,7 +319,12 @@ def _finish(about: Mapping[str, Any], world: int, target: Path, number: str) -> 
     options: dict[str, Any] = {}
     for rank in range(world):
         left = partial / _share_name(rank)
-        facts = json.loads(left.read_bytes()) if left.exists() else {}
+        if not left.exists():
+            raise CheckpointError(
+                f"{left} is not there: rank {rank} has written nothing, or another process has taken it away. Save again, one run under a "
+                "name."
+            )
+        facts = json.loads(left.read_bytes())
         if facts.get("save") != number:
             raise CheckpointError(
                 f"{partial} has what another process wrote there while rank {rank} of this one did: expected one run to save under a "

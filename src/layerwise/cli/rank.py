@@ -37,9 +37,8 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
         complain("aborted.")
         return FAILED
     except Exception as error:
-        if isinstance(error, OSError) and _is_of_run(
-            error.filename, config
-        ):  # a full disk, a folder that cannot be made
+        # A full disk, a folder that cannot be made.
+        if isinstance(error, OSError) and _is_of_run(error.filename, config):
             complain(f"{error.filename}: {error.strerror or error}. The run needs it and ends here.")
             return ENVIRONMENT
         # A bug, here or in what the user plugged in: all of it must be seen.
@@ -51,9 +50,8 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
 
 def _is_of_run(filename: object, config: TrainConfig) -> bool:
     """Whether a file is one of the run's folder, or of one beside it with a number."""
-    return str(filename).startswith(config.train.out_dir) or str(filename).startswith(
-        os.path.abspath(config.train.out_dir)
-    )
+    folder = config.train.out_dir
+    return str(filename).startswith((folder, os.path.abspath(folder)))
 
 
 def _train_and_tell(config: TrainConfig, ranks: joining.Ranks, trace: str | None) -> None:

@@ -218,9 +218,8 @@ class Stepper:
             raise ValueError("clip_grad_norm_() was called with clip='none': expected a scope to clip. Leave clip out.")
         replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
         said = self._engine.gradients.said
-        said.clip_norm = (
-            max_norm if said.clip_norm is None else min(said.clip_norm, max_norm)
-        )  # as clipping twice would
+        # Clipping twice is clipping to the smaller norm.
+        said.clip_norm = max_norm if said.clip_norm is None else min(said.clip_norm, max_norm)
         measure = self._measure
         begun = measure.begin(ask, self._refuse_half_way, _nothing)  # nobody may hold gradients that are the user's
         totals = measure.agreed(begun, measure.reduce(begun)(), _nothing)

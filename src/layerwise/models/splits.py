@@ -23,32 +23,10 @@ _FUSED_WORD = re.compile(r"w?qkv[a-z]?|kv[a-z]?")
 """Words that say it within a name: qkv, kv, wqkv, qkvz."""
 _FUSED_WORDS = (("key", "value"), ("gate", "up"))
 """Words that say it together, in this order: the gate of an up projection is called up_gate."""
-_OTHER_WORDS = frozenset(
-    [
-        "all",
-        "and",
-        "attention",
-        "attn",
-        "cross",
-        "dense",
-        "fc",
-        "fused",
-        "in",
-        "layer",
-        "lin",
-        "linear",
-        "merged",
-        "mixed",
-        "packed",
-        "proj",
-        "projection",
-        "query",
-        "self",
-        "to",
-        "w",
-        "weight",
-    ]
-)
+_OTHER_WORDS = frozenset({
+    "all", "and", "attention", "attn", "cross", "dense", "fc", "fused", "in", "layer", "lin", "linear", "merged", "mixed", "packed", "proj",
+    "projection", "query", "self", "to", "w", "weight",
+})  # fmt: skip
 """Words that may stand beside those: to_kv, linear_qkv, gate_and_up. With any other a name may mean one matrix: kv_down."""
 _ADAPTER_PARTS = frozenset({"base_layer", "original_module"})
 """What adapter libraries put between a module and the weight that it had before."""

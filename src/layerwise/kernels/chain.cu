@@ -9,15 +9,20 @@
 // as it takes for nobody to wait.
 //
 // A block has two groups of warps that multiply, by turns: while one finishes a tile, the tensor cores work for the other. Four
-// single threads help them: one loads operands, one takes tasks, waits for earlier products and loads addends, and one for each
-// group stores.
+// single threads help them: one takes tasks and waits for earlier products, one loads operands, and one for each group loads
+// the addend into the staging and stores what becomes of it. A second addend comes through the stages of operands, as the last.
 //
 //   full, empty   of a stage of operands: loaded, read
 //   order         of a group: its turn to multiply
 //   open          of a turn, modulo OPENS: it is known which task it has, and what that reads is in memory
-//   ready, free   of a group's staging: the addend is there, or nothing is any more; all of it was read by the stores
+//   begun         the turn that has opened last: its operands are being loaded, the next task may be taken
+//   ready         of a group's staging: the addend is there, or nothing is any more
 //   staged        of a group's upper and lower half of a tile: written to the staging
 //   mirrored      of a group: the upper half's mirror image was read by the stores, the lower one's may be written
+//
+// What a task is stays in shared memory for TASKS turns, and has been read by then: tasks are taken a turn before their operands
+// are loaded, who multiplies is at most four turns behind that, one for each stage, and who stores three behind who multiplies;
+// at the end two turns open at once.
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
@@ -27,7 +32,7 @@ typedef unsigned int u32;
 constexpr int TILE = 128, DEPTH = 64, BOX = 64;
 constexpr int BOX_BYTES = BOX * BOX * 2, OPERAND = 2 * BOX_BYTES, STAGE = 2 * OPERAND, STAGES = 4;
 constexpr int TILE_BYTES = 4 * BOX_BYTES, HALF_BYTES = 2 * BOX_BYTES, STAGING = TILE_BYTES + HALF_BYTES;
-constexpr int OPENS = 8, TASKS = 8, GROUP = 128, THREADS = 3 * GROUP;
+constexpr int OPENS = 16, TASKS = 16, GROUP = 128, THREADS = 3 * GROUP;
 constexpr int MAPS = 8, PRODUCTS = 20;
 constexpr u32 WARPS = GROUP / 32;
 
@@ -39,12 +44,10 @@ struct Product {
     int kind, steps;                      // of DEPTH
     int part;                             // matrices from this one on lie in the map after `left`; of X only
     float alpha, beta, gamma, diagonal;
-    const unsigned short* second_data;
-    long long second_row, second_batch;  // strides, elements
-    const u32* tiles;                    // row * 65536 + col
-    const float* scales;                 // by matrix, or none
-    int num_tiles, tiles_before;         // of a matrix: of this product, and of all before it in the chain
-    int is_symmetric, is_bf16;           // what is stored is bf16, whatever operands are
+    const u32* tiles;                     // row * 65536 + col
+    const float* scales;                  // by matrix, or none
+    int num_tiles, tiles_before;          // of a matrix: of this product, and of all before it in the chain
+    int is_symmetric, is_bf16;            // what is stored is bf16, whatever operands are
 };
 struct Chain {
     Map maps[MAPS];
@@ -52,9 +55,13 @@ struct Chain {
     int* counters;  // by matrix: tiles that are in memory, of this chain and of those before it
     u32* next;      // the number of the task that is taken next
     u32 first_number;
-    int num_products, batch, teams, tiles_of_matrix, size, tiles_done;
+    int num_products, batch, teams, tiles_of_matrix, tiles_done;
 };
+#ifdef CHAIN_BYTES
+static_assert(sizeof(Chain) == CHAIN_BYTES, "who fills it in has another picture of it");
+#endif
 
+__device__ __forceinline__ int stages_of(const Product& product) { return product.steps + (product.second >= 0); }
 __device__ __forceinline__ u32 address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 __device__ __forceinline__ void init_barrier(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
@@ -79,8 +86,9 @@ __device__ __forceinline__ void load(u32 into, const Map& map, int x, int y, int
                  "l"(&map), "r"(x), "r"(y), "r"(z), "r"(bar)
                  : "memory");
 }
-__device__ __forceinline__ void prefetch(const Map& map, int x, int y, int z) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y), "r"(z) : "memory");
+// A tile, as four boxes by rows.
+__device__ __forceinline__ void load_tile(u32 into, const Map& map, int row, int col, int batch, u32 bar) {
+    for (int n = 0; n < 4; ++n) load(into + BOX_BYTES * n, map, col + n % 2 * BOX, row + n / 2 * BOX, batch, bar);
 }
 __device__ __forceinline__ void store(const Map& map, int x, int y, int z, u32 from) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(x), "r"(y), "r"(z),
@@ -130,12 +138,19 @@ __device__ __forceinline__ Task told(u32 at) {
     return task;
 }
 
+// One lane's word for what all lanes of a warp have alike. A compiler sees by it that they do: what follows lies in registers
+// that they share, and so may what tensor cores are told. Otherwise it is read out of one lane again before each product.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
+__device__ __forceinline__ Task uniform(const Task& task) {
+    return {(int)uniform(task.product), (int)uniform(task.batch), (int)uniform(task.row), (int)uniform(task.col)};
+}
+
 // Operands.
 
-__device__ __forceinline__ u64 descriptor(u32 at) {
-    // Rows of 128 bytes in groups of eight, swizzled; where an operand lies by columns, its blocks of 64 columns are a box apart.
-    return (u64)((at & 0x3FFFF) >> 4) | ((u64)(BOX_BYTES >> 4) << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
-}
+// Rows of 128 bytes in groups of eight, swizzled; where an operand lies by columns, its blocks of 64 columns are a box apart.
+// The low word, to which sixteenths of bytes are added.
+__device__ __forceinline__ u32 described(u32 at) { return (at >> 4) | (BOX_BYTES >> 4) << 16; }
+__device__ __forceinline__ u64 descriptor(u32 low) { return (u64)low | (u64)(1024 >> 4) << 32 | (u64)1 << 62; }
 #if FP16
 #define OPERANDS "f16.f16"
 #else
@@ -166,18 +181,18 @@ struct Ring {
 // All of a tile's depth. `next` is the barrier of the other group's turn, which comes when the last step was issued.
 template <int LEFT_T, int RIGHT_ROWS>
 __device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, int steps, u32 base, u32 right_at, u32 full, u32 empty, u32 next, int lane) {
-    u32 before = 0;
-    int k = 0;
+    const u32 first = uniform(described(base)), right = uniform(right_at >> 4), num_steps = uniform(steps);
+    u32 stage = uniform(ring.stage), phase = ring.phase, before = 0, k = 0;
     do {  // at least once: else the accumulators would come from elsewhere too, and the compiler would let each step wait for the last
-        wait(full + 8 * ring.stage, ring.phase);
-        const u32 at = base + STAGE * ring.stage;
+        wait(full + 8 * stage, phase);
+        const u32 at = first + (STAGE >> 4) * stage;
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int step = 0; step < DEPTH / 16; ++step) {
-            const u64 b = descriptor(at + right_at + step * (RIGHT_ROWS ? 2048 : 32));
+            const u64 b = descriptor(at + right + step * (RIGHT_ROWS ? 2048 : 32) / 16);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                multiply<LEFT_T, RIGHT_ROWS>(acc[i], descriptor(at + BOX_BYTES * i + step * (LEFT_T ? 2048 : 32)), b, k + step);
+                multiply<LEFT_T, RIGHT_ROWS>(acc[i], descriptor(at + (BOX_BYTES * i + step * (LEFT_T ? 2048 : 32)) / 16), b, k + step);
             }
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -185,9 +200,10 @@ __device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, in
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             if (lane == 0) arrive(before);
         }
-        before = empty + 8 * ring.stage;
-        ring.advance(1);
-    } while (++k < steps);
+        before = empty + 8 * stage;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    } while (++k < num_steps);
+    ring.stage = stage, ring.phase = phase;
     if (lane == 0) arrive(next);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0) arrive(before);
@@ -236,7 +252,7 @@ __device__ __forceinline__ u32 place_of(int four, u32 rows_at, int line, int nex
     return rows_at + (four / 4) * BOX_BYTES + (((2 * (four % 4) + next) ^ line) << 4);
 }
 
-// The addend that lies in the staging where the result will.
+// An addend that lies in shared memory as the result will.
 __device__ __forceinline__ void add_staged(float (&d)[64], float factor, u32 rows_at, int line, int next) {
 #pragma unroll
     for (int four = 0; four < 8; ++four) {
@@ -245,21 +261,6 @@ __device__ __forceinline__ void add_staged(float (&d)[64], float factor, u32 row
 #pragma unroll
         for (int n = 0; n < 4; ++n) add(d[8 * four + 2 * n], d[8 * four + 2 * n + 1], factor, m[n]);
     }
-}
-
-// The other addend, from memory. Another block wrote it in this launch: no cache that is not coherent may answer.
-__device__ __forceinline__ void add_gathered(float (&d)[64], float factor, const unsigned short* from, long long stride, int row, int col, int size) {
-    const unsigned short* lines[2] = {from + min(row, size - 1) * stride + col, from + min(row + 8, size - 1) * stride + col};
-    u32 found[32];
-#pragma unroll
-    for (int n = 0; n < 32; ++n) {
-        const int away = 8 * (n / 2);
-        found[n] = 0;
-        // Beyond the edge there may be no memory, and nothing is stored.
-        if (col + away < size) asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(found[n]) : "l"(lines[n % 2] + away));
-    }
-#pragma unroll
-    for (int n = 0; n < 32; ++n) add(d[2 * n], d[2 * n + 1], factor, found[n]);
 }
 
 __device__ __forceinline__ void add_diagonal(float (&d)[64], float diagonal, int row, int col) {
@@ -275,20 +276,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
     extern __shared__ char raw[];
     const u32 base = (address(raw) + 1023) & ~1023u, stagings = base + STAGES * STAGE;
     const u32 full = stagings + 2 * STAGING, empty = full + 8 * STAGES, order = empty + 8 * STAGES, open = order + 16;
-    const u32 ready = open + 8 * OPENS, free = ready + 16, mirrored = free + 16, staged = mirrored + 16;
+    const u32 ready = open + 8 * OPENS, begun = ready + 16, mirrored = begun + 16, staged = mirrored + 16;
     const u32 tasks = staged + 32;  // of turns, modulo TASKS
     const u32 total = chain.batch * chain.tiles_of_matrix;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, WARPS);
         for (int n = 0; n < OPENS; ++n) init_barrier(open + 8 * n, 1);
+        init_barrier(begun, 1);
         for (int who = 0; who < 2; ++who) {
-            init_barrier(order + 8 * who, WARPS), init_barrier(ready + 8 * who, 1), init_barrier(free + 8 * who, 1);
+            init_barrier(order + 8 * who, WARPS), init_barrier(ready + 8 * who, 1);
             init_barrier(mirrored + 8 * who, 1), init_barrier(staged + 16 * who, WARPS), init_barrier(staged + 16 * who + 8, WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const int group = threadIdx.x / GROUP, warp = threadIdx.x % GROUP / 32, lane = threadIdx.x % 32;
+    const int group = uniform(threadIdx.x / GROUP), warp = uniform(threadIdx.x % GROUP / 32), lane = threadIdx.x % 32;
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (lane != 0) return;
@@ -299,6 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                 wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
                 const Task task = told(tasks + 16 * (turn % TASKS));
                 if (task.product < 0) break;
+                arrive(begun);
                 fence_copies();
                 const Product& product = chain.products[task.product];
                 const bool is_tall = product.kind == TALL, is_wide = product.kind == WIDE;
@@ -321,13 +324,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                     }
                     ring.advance(1);
                 }
+                if (product.second >= 0) {
+                    const u32 bar = full + 8 * ring.stage;
+                    wait(empty + 8 * ring.stage, ring.phase);
+                    expect(bar, TILE_BYTES);
+                    load_tile(base + STAGE * ring.stage, chain.maps[product.second], task.row, task.col, task.batch, bar);
+                    ring.advance(1);
+                }
             }
         } else if (warp == 1) {
-            // Tasks, and earlier products, a turn ahead of the thread that loads operands; and addends. A turn opens when the
-            // staging of the one before it was free, so the third before it is done, and five at most are open that somebody
-            // has not seen: the two at the end open at once.
+            // Tasks, and earlier products, a turn ahead of the thread that loads operands.
             int seen = -1;  // the product and the matrix of the task before
             for (u32 turn = 0;; ++turn) {
+                if (turn > 0) wait(begun, (turn - 1) & 1);
                 const u32 number = atomicAdd(chain.next, 1) - chain.first_number;
                 if (number >= total) {
                     for (u32 last = turn; last < turn + 2; ++last) {  // one for each group
@@ -339,7 +348,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                 const Task task = task_at(chain, number);
                 tell(tasks + 16 * (turn % TASKS), task);
                 const Product& product = chain.products[task.product];
-                const u32 who = turn & 1, bar = ready + 8 * who, at = stagings + STAGING * who;
                 const int next = task.product * chain.batch + task.batch;
                 if (task.product > 0 && next != seen) {
                     while (count_of(chain.counters + task.batch) < chain.tiles_done + product.tiles_before) {}
@@ -347,29 +355,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                 seen = next;
                 fence_copies();
                 arrive(open + 8 * (turn % OPENS));
-                for (int n = 0; n < 4 && product.second >= 0; ++n) {
-                    prefetch(chain.maps[product.second], task.col + n % 2 * BOX, task.row + n / 2 * BOX, task.batch);
-                }
-                wait(free + 8 * who, (turn / 2 & 1) ^ 1);
-                if (product.first < 0) {
-                    arrive(bar);
-                    continue;
-                }
-                expect(bar, TILE_BYTES);
-                for (int n = 0; n < 4; ++n) {
-                    const Map& map = chain.maps[product.first];
-                    load(at + BOX_BYTES * n, map, task.col + n % 2 * BOX, task.row + n / 2 * BOX, task.batch, bar);
-                }
             }
         } else {
-            // Stores of one group. A tile counts as soon as it is in memory: others may be waiting for nothing else.
+            // Addends and stores of one group. A tile counts as soon as it is in memory: others may be waiting for nothing else.
             const u32 who = warp - 2, at = stagings + STAGING * who;
             u32 phase = 0;
             for (u32 turn = who;; turn += 2, phase ^= 1) {
                 wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
                 const Task task = told(tasks + 16 * (turn % TASKS));
                 if (task.product < 0) break;
+                fence_copies();
                 const Product& product = chain.products[task.product];
+                const u32 bar = ready + 8 * who;
+                if (product.first >= 0) {
+                    expect(bar, TILE_BYTES);
+                    load_tile(at, chain.maps[product.first], task.row, task.col, task.batch, bar);
+                } else {
+                    arrive(bar);
+                }
                 const Map& out = chain.maps[product.out];
                 const bool is_mirrored = product.is_symmetric && task.row != task.col;
                 for (int i = 0; i < 2; ++i) {
@@ -381,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                     }
                     commit_stores();
                     wait_until_read();
-                    arrive((i == 0 ? mirrored : free) + 8 * who);
+                    if (i == 0) arrive(mirrored + 8 * who);
                 }
                 wait_until_stored();
                 fence_copies();
@@ -401,14 +404,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
     u32 phase = 0;
     for (u32 turn = 0;; ++turn) {
         wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
-        const Task task = told(tasks + 16 * (turn % TASKS));
+        const Task task = uniform(told(tasks + 16 * (turn % TASKS)));
         if (task.product < 0) break;
         const Product& product = chain.products[task.product];
         if ((turn & 1) != who) {
-            ring.advance(product.steps);
+            ring.advance(stages_of(product));
             continue;
         }
-        const int kind = product.kind, steps = product.steps;
+        const int kind = uniform(product.kind), steps = uniform(product.steps);
         const bool is_bf16 = product.is_bf16;
         const bool is_diagonal = task.row == task.col, is_mirrored = product.is_symmetric && !is_diagonal;
         const u32 right_at = kind != PLAIN && is_diagonal ? 0 : OPERAND;
@@ -423,19 +426,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
         } else {
             multiply_all<1, 1>(acc, ring, steps, base, right_at, full, empty, other, lane);
         }
-        const int row = task.row + warp * 16 + lane / 4, col = task.col + 2 * (lane % 4);
         wait(ready + 8 * who, phase);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int n = 0; n < 64; ++n) acc[i][n] = __fmul_rn(acc[i][n], product.alpha);
+            if (product.first >= 0) add_staged(acc[i], product.beta, rows_at + HALF_BYTES * i, line, next);
+        }
+        if (product.second >= 0) {
+            wait(full + 8 * ring.stage, ring.phase);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) add_staged(acc[i], product.gamma, rows_at - staging + base + STAGE * ring.stage + HALF_BYTES * i, line, next);
+            __syncwarp();
+            if (lane == 0) arrive(empty + 8 * ring.stage);
+            ring.advance(1);
+        }
+        const int row = task.row + warp * 16 + lane / 4, col = task.col + 2 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float(&d)[64] = acc[i];
             const u32 half_at = rows_at + HALF_BYTES * i;
-#pragma unroll
-            for (int n = 0; n < 64; ++n) d[n] = __fmul_rn(d[n], product.alpha);
-            if (product.first >= 0) add_staged(d, product.beta, half_at, line, next);
-            // The thread that saw the counter is followed by the one that loaded operands, and that by this one.
-            if (product.second >= 0) {
-                add_gathered(d, product.gamma, product.second_data + task.batch * product.second_batch, product.second_row, row + BOX * i, col, chain.size);
-            }
             if (is_diagonal && product.diagonal != 0.0f) add_diagonal(d, product.diagonal, row + BOX * i, col);
             u32 m[8][4];
 #pragma unroll

@@ -19,7 +19,7 @@ from layerwise.kernels.triton_products import Product, tiles_of
 
 _DEPTH, _BOX = 64, 64
 _THREADS = 384
-_STAGES, _STAGE_NBYTES, _STAGING_NBYTES, _BARRIERS_NBYTES, _ALIGNMENT = 4, 32768, 49152, 512, 1024
+_STAGES, _STAGE_NBYTES, _STAGING_NBYTES, _BARRIERS_NBYTES, _ALIGNMENT = 4, 32768, 49152, 1024, 1024
 _SHARED_NBYTES = _STAGES * _STAGE_NBYTES + 2 * _STAGING_NBYTES + _BARRIERS_NBYTES + _ALIGNMENT
 _MAPS, MOST_PRODUCTS = 8, 20
 """As in chain.cu, all of them."""
@@ -85,7 +85,7 @@ class _Product(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("left", "right", "out", "first", "second", "kind", "steps", "part")),
         *((name, ctypes.c_float) for name in ("alpha", "beta", "gamma", "diagonal")),
-        *((name, ctypes.c_int64) for name in ("second_data", "second_row", "second_batch", "tiles", "scales")),
+        *((name, ctypes.c_int64) for name in ("tiles", "scales")),
         *((name, ctypes.c_int32) for name in ("num_tiles", "tiles_before", "is_symmetric", "is_bf16")),
     ]
 
@@ -98,17 +98,17 @@ class _Chain(ctypes.Structure):
         ("products", _Product * MOST_PRODUCTS),
         *((name, ctypes.c_int64) for name in ("counters", "next")),
         ("first_number", ctypes.c_uint32),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_products", "batch", "teams", "tiles_of_matrix", "size", "tiles_done")
-        ),
-        ("unused", ctypes.c_byte * 52),  # up to a multiple of 64
+        *((name, ctypes.c_int32) for name in ("num_products", "batch", "teams", "tiles_of_matrix", "tiles_done")),
+        ("unused", ctypes.c_byte * 24),  # up to a multiple of 64
     ]
 
 
 def _arguments(products: Sequence[Product], counters: Tensor, before: Counted) -> _Chain:
     """What the kernel is launched with."""
     batch, size, _ = products[0].out.shape
+    if counters.numel() != batch + 1:
+        # A chain that counts some matrices only would leave the next one of the others waiting for ever.
+        raise ValueError(f"{batch} matrices need {batch + 1} counters, got {counters.numel()}")
     if len(products) > MOST_PRODUCTS:
         raise ValueError(f"a chain has at most {MOST_PRODUCTS} products, got {len(products)}")
     # The driver writes maps to multiples of 64 bytes, in newer headers of 128.
@@ -147,8 +147,7 @@ def _arguments(products: Sequence[Product], counters: Tensor, before: Counted) -
             into.first = map_of(first)
         if len(product.addends) > 1:
             second, into.gamma = product.addends[1]
-            into.second, into.second_data = map_of(second), second.data_ptr()
-            into.second_batch, into.second_row = second.stride()[:2]
+            into.second = map_of(second)
         if product.scales is not None:
             into.scales = product.scales.data_ptr()
         tiles = _tiles_of(product)
@@ -157,7 +156,7 @@ def _arguments(products: Sequence[Product], counters: Tensor, before: Counted) -
     arguments.counters, arguments.next = counters.data_ptr(), counters[-1:].data_ptr()
     arguments.tiles_done, arguments.first_number = before
     arguments.num_products, arguments.batch, arguments.teams = len(products), batch, teams_of(batch, size)
-    arguments.tiles_of_matrix, arguments.size = tiles_before, size
+    arguments.tiles_of_matrix = tiles_before
     return arguments
 
 
@@ -235,7 +234,12 @@ def _cubin(dtype: torch.dtype) -> bytes:
         source = Path(__file__).with_name("chain.cu").read_bytes()
     except OSError as error:
         raise ChainUnavailable(f"its source is not there: {error}") from error
-    options = [b"--gpu-architecture=sm_90a", b"-std=c++17", b"-DFP16=%d" % (dtype == torch.float16)]
+    defined = {"FP16": int(dtype == torch.float16), "CHAIN_BYTES": ctypes.sizeof(_Chain)}
+    options = [
+        b"--gpu-architecture=sm_90a",
+        b"-std=c++17",
+        *(b"-D%s=%d" % (name.encode(), value) for name, value in defined.items()),
+    ]
     program = ctypes.c_void_p()
     nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), source, b"chain.cu", 0, None, None)
     try:

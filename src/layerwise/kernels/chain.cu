@@ -123,7 +123,8 @@ __device__ __forceinline__ Task task_at(const Chain& chain, u32 number) {
     inside -= members * chain.products[product].tiles_before;
     const u32 num_tiles = chain.products[product].num_tiles;
     const u32 place = __ldg(chain.products[product].tiles + inside % num_tiles);
-    return {product, (int)(first + inside / num_tiles), (int)(place >> 16) * TILE, (int)(place & 65535) * TILE};
+    // The last matrix first: it was written last, and more of it is in the cache.
+    return {product, (int)(batch - 1 - first - inside / num_tiles), (int)(place >> 16) * TILE, (int)(place & 65535) * TILE};
 }
 __device__ __forceinline__ void tell(u32 at, const Task& task) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(task.product), "r"(task.batch), "r"(task.row), "r"(task.col)

@@ -18,10 +18,10 @@ from layerwise.kernels.triton_products import new_batch
 
 
 @triton.jit
-def _block(num_blocks, num_across, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Matrix, rows and columns of this program's block, its mask, and whether it needs one."""
-    batch = (tl.program_id(0) // num_blocks).to(tl.int64)
-    block = tl.program_id(0) % num_blocks
+def _block(program, num_blocks, num_across, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Matrix, rows and columns of a program's block, its mask, and whether it needs one."""
+    batch = (program // num_blocks).to(tl.int64)
+    block = program % num_blocks
     top, left = block // num_across * ROWS, block % num_across * COLS
     row, col = (top + tl.arange(0, ROWS))[:, None], (left + tl.arange(0, COLS))[None, :]
     is_whole = (top + ROWS <= rows) & (left + COLS <= cols)
@@ -40,7 +40,9 @@ def square_sums_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of a block, in fp64, where no square of an fp32 number over- or underflows."""
-    batch, block, row, col, mask, is_whole = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    # Backwards: what was written last is in the cache, and so will be what is read last here, where the next pass begins.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, block, row, col, mask, is_whole = _block(program, num_blocks, num_across, rows, cols, ROWS, COLS)
     at, into = x + batch * stride_batch + row * stride_row + col, sums + batch * num_blocks + block
     if is_whole & ALIGNED:
         _square_sum(tl.multiple_of(at, [16, 16]), None, into)
@@ -99,7 +101,8 @@ def rescale_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A copy times 2^exponent."""
-    batch, _block_number, row, col, mask, is_whole = _block(num_blocks, num_across, rows, cols, ROWS, COLS)
+    program = tl.program_id(0)
+    batch, _block_number, row, col, mask, is_whole = _block(program, num_blocks, num_across, rows, cols, ROWS, COLS)
     read = x + batch * stride_batch + row * stride_row + col
     into = out + batch * out_stride_batch + row * out_stride_row + col
     exponent = tl.load(exponents + batch)

@@ -179,9 +179,11 @@ struct Ring {
     __device__ __forceinline__ void advance(int by) { stage += by, phase ^= (stage / STAGES) & 1, stage %= STAGES; }
 };
 
-// All of a tile's depth. `next` is the barrier of the other group's turn, which comes when the last step was issued.
+// All of a tile's depth. `next` is the barrier of the other group's turn, which comes when the last step was issued, and when the
+// addend that comes behind it is there: nobody else waits for that stage, and who came to it a lap later would take the lap before
+// for its own.
 template <int LEFT_T, int RIGHT_ROWS>
-__device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, int steps, u32 base, u32 right_at, u32 full, u32 empty, u32 next, int lane) {
+__device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, int steps, u32 base, u32 right_at, u32 full, u32 empty, bool has_addend, u32 next, int lane) {
     const u32 first = uniform(described(base)), right = uniform(right_at >> 4), num_steps = uniform(steps);
     u32 stage = uniform(ring.stage), phase = ring.phase, before = 0, k = 0;
     do {  // at least once: else the accumulators would come from elsewhere too, and the compiler would let each step wait for the last
@@ -205,6 +207,7 @@ __device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, in
         if (++stage == STAGES) stage = 0, phase ^= 1;
     } while (++k < num_steps);
     ring.stage = stage, ring.phase = phase;
+    if (has_addend) wait(full + 8 * stage, phase);
     if (lane == 0) arrive(next);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0) arrive(before);
@@ -413,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
             continue;
         }
         const int kind = uniform(product.kind), steps = uniform(product.steps);
-        const bool is_bf16 = product.is_bf16;
+        const bool is_bf16 = product.is_bf16, has_second = product.second >= 0;
         const bool is_diagonal = task.row == task.col, is_mirrored = product.is_symmetric && !is_diagonal;
         const u32 right_at = kind != PLAIN && is_diagonal ? 0 : OPERAND;
         const float scale = product.scales ? __ldg(product.scales + task.batch) : 1.0f;
@@ -421,11 +424,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
         wait(order + 8 * who, phase ^ (1 - who));
         float acc[2][64];
         if (kind == PLAIN) {
-            multiply_all<0, 1>(acc, ring, steps, base, right_at, full, empty, other, lane);
+            multiply_all<0, 1>(acc, ring, steps, base, right_at, full, empty, has_second, other, lane);
         } else if (kind == WIDE) {
-            multiply_all<0, 0>(acc, ring, steps, base, right_at, full, empty, other, lane);
+            multiply_all<0, 0>(acc, ring, steps, base, right_at, full, empty, has_second, other, lane);
         } else {
-            multiply_all<1, 1>(acc, ring, steps, base, right_at, full, empty, other, lane);
+            multiply_all<1, 1>(acc, ring, steps, base, right_at, full, empty, has_second, other, lane);
         }
         wait(ready + 8 * who, phase);
 #pragma unroll
@@ -434,8 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
             for (int n = 0; n < 64; ++n) acc[i][n] = __fmul_rn(acc[i][n], product.alpha);
             if (product.first >= 0) add_staged(acc[i], product.beta, rows_at + HALF_BYTES * i, line, next);
         }
-        if (product.second >= 0) {
-            wait(full + 8 * ring.stage, ring.phase);
+        if (has_second) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) add_staged(acc[i], product.gamma, rows_at - staging + base + STAGE * ring.stage + HALF_BYTES * i, line, next);
             __syncwarp();

@@ -140,7 +140,6 @@ def test_the_driver_lays_its_arguments_out_as_the_kernel_does(name: str, layout:
         "int": 4,
         "u32": 4,
         "float": 4,
-        "long long": 8,
         "Map": 8 * 128,
         "Product": 20 * ctypes.sizeof(chain_driver._Product),
     }

@@ -1706,6 +1706,26 @@ def _(rank: int, world: int) -> Scene:
     layerwise.DataParallel(module, mesh=mesh, ties={"embedding": "first.weight"})
 
 
+@misuse(
+    "a pipeline schedule that divides gradients",
+    ValueError,
+    "scale_grads=True, which is torch's default",
+    "'first.weight'",
+    "Pass scale_grads=False",
+    world=2,
+)
+def _(rank: int, world: int) -> Scene:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh, module = mesh_of(pp=2, dp=1), Stage()
+    optimizer = optimizer_of(layerwise.DataParallel(module, mesh=mesh, layout="flat"))
+    stage = PipelineStage(module, rank, world, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda out, _: out.square().mean())
+    yield optimizer
+    x = torch.linspace(-1.0, 1.0, 24).reshape(4, 6)
+    schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == world - 1 else {}))
+
+
 def _settings_of_stages(
     name: str,
     errors: Any,

@@ -1,7 +1,8 @@
 """Params whose gradients live in buckets: their `.grad` stays None, and those who ask for it in vain are answered.
 
-Two of torch's own functions walk over `param.grad`. `clip_grad_norm_()` and its like would clip nothing and return 0, so
-they get a warning; `Module.zero_grad()` would forget nothing, so it is taken for what it says. Only reads of `.grad` from
+Three of torch's own functions walk over `param.grad`. `clip_grad_norm_()` and its like would clip nothing and return 0, so
+they get a warning; a pipeline's schedule would leave gradients undivided, so it gets an error; `Module.zero_grad()` would forget
+nothing, so it is taken for what it says. Only reads of `.grad` from
 Python pass here: autograd does not, nor does anything that reads values.
 """
 
@@ -51,6 +52,8 @@ _WARNED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
 _GRAD: Any = getattr(Tensor, "grad")  # noqa: B009  (torch declares the class's own descriptor as a value)
 _ZERO_GRAD = nn.Module.zero_grad.__code__
 _CLIP_FILE = clip_grad.__file__
+_SCALES = ("torch.distributed.pipelining.stage", "scale_grads")
+"""The module and the function by which a pipeline's schedule divides gradients; by name, since importing it takes long."""
 _BETWEEN = (__name__, "torch._dynamo")
 
 
@@ -115,6 +118,12 @@ def _answer(fqn: str, keeper: GradKeeper) -> None:
             "torch's functions that clip gradients find none in a layerwise.DataParallel, and change nothing: gradients are in "
             "buckets. Call model.clip_grad_norm_(max_norm), or pass clip_grad_norm= to the Optimizer; the norm is in "
             "optimizer.stats.grad_norm.",
+        )
+    elif (asking.f_globals.get("__name__"), asking.f_code.co_name) == _SCALES:
+        raise ValueError(
+            "a pipeline schedule with scale_grads=True, which is torch's default, divides param.grad by the number of "
+            f"microbatches, and that of {fqn!r} lies in a bucket of layerwise.DataParallel: gradients would stay as many times too "
+            "large. Pass scale_grads=False to the schedule, and divide the loss by the number of microbatches."
         )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,18 @@ def test_nobody_is_warned_where_there_is_nothing_to_clip() -> None:
         other(torch.ones(1, 2)).sum().backward()
         clip_grad_norm_(other.parameters(), 1.0)
         get_total_norm([param.grad for param in other.parameters()])
+
+
+def test_a_schedule_that_would_divide_gradients_is_told_what_to_pass() -> None:
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    model, _ = trained()
+    stage = SimpleNamespace(submod=model.module)
+    _PipelineStageBase.scale_grads(stage, 4)  # type: ignore[arg-type]  # there are no gradients yet
+    net_loss(model, 0, 0).backward()
+    _PipelineStageBase.scale_grads(stage, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Pass scale_grads=False to the schedule, and divide the loss"):
+        _PipelineStageBase.scale_grads(stage, 4)  # type: ignore[arg-type]
 
 
 def step_after(forget: Any) -> list[bytes]:

@@ -294,7 +294,8 @@ class Storage:
             raise StateError(
                 f"param {self._fqns[found[0]]!r} has a .grad that backward did not bring: a DataParallel keeps gradients in buckets "
                 "and would not see it. Add a term to the loss instead; if another wrapper such as DistributedDataParallel put it "
-                "there, train without that one."
+                "there, train without that one. Zero-bubble and DualPipe schedules of a pipeline put it there themselves: use GPipe, "
+                "1F1B or interleaved 1F1B."
             )
 
     def keep_values(self) -> bool:

@@ -1,7 +1,9 @@
-"""Process groups of models that are dropped: as many as there are models, however many there were."""
+"""Process groups of models that are dropped: as many as there are models, however many there were. And what a model says whose
+groups the user left."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import layerwise
 from tests.marks import sampled
@@ -208,3 +211,65 @@ def unwrap_in_a_group(rank: int, world: int) -> list[int]:
 
 def test_groups_that_are_known_for_their_names_alone_go_at_once() -> None:
     assert run_ranks(2, unwrap_in_a_group) == [[2] * 4] * 2
+
+
+# ------------------------------------------------------------------------------------------------ groups that the user left
+
+
+def sharded_model() -> tuple[torch.nn.Module, layerwise.Optimizer]:
+    module = Net()
+    fully_shard(module)
+    return module, layerwise.Optimizer(module, **rules(Hyper()))
+
+
+def after_the_group(rank: int, world: int, folder: str, again: bool) -> tuple[dict[str, str], bool]:
+    """What each use of a model says after its groups were destroyed, and whether weights stayed as they were."""
+    models = {name: Trained(rank) for name in ("step", "clip", "load", "save", "consolidate", "unwrap")}
+    lazy, alone = (
+        Trained(rank, prefetch=1),
+        Trained(rank, process_group=dist.new_group([rank], use_local_synchronization=True)),
+    )
+    sharded, its_optimizer = sharded_model()
+    for param in sharded.parameters():
+        param.grad = torch.ones_like(param)
+    layerwise.save(f"{folder}/saved", models["load"].model, models["load"].optimizer)
+    before = {name: trained.weights() for name, trained in models.items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    if again:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    found = {
+        "step": raised(lambda: models["step"].step(rank, 9)),
+        "optimizer.step": raised(models["step"].optimizer.step),
+        "clip": raised(lambda: models["clip"].model.clip_grad_norm_(1.0)),
+        "load": raised(lambda: layerwise.load(f"{folder}/saved", models["load"].model, models["load"].optimizer)),
+        "save": raised(
+            lambda: layerwise.save(f"{folder}/new", models["save"].model, models["save"].optimizer, background=True)
+        ),
+        "consolidate": raised(models["consolidate"].optimizer.consolidate_state_dict),
+        "forward": raised(lambda: net_loss(lazy.model, rank, 9)),
+        "sharded": raised(its_optimizer.step),
+        # What sends nothing goes on.
+        "evaluate": raised(lambda: net_loss(models["unwrap"].model, rank, 9)),
+        "state_dict": raised(models["unwrap"].optimizer.state_dict),
+        "unwrap": raised(models["unwrap"].model.unwrap),
+        "alone": raised(lambda: alone.step(rank, 9)),
+    }
+    stayed = all(same(before[name], trained.weights()) for name, trained in models.items())
+    if again:
+        del models, lazy, alone
+        found["anew"] = raised(lambda: Trained(rank))
+    return found, stayed
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_model_whose_group_the_user_left_says_so_before_anything_is_sent(tmp_path: Path, again: bool) -> None:
+    for found, stayed in run_ranks(2, after_the_group, str(tmp_path), again):
+        assert stayed
+        goes_on = {"evaluate", "state_dict", "unwrap", "alone", *(["anew"] if again else [])}
+        assert {name for name, said in found.items() if said == "nothing was raised"} == goes_on, found
+        for name in found.keys() - goes_on:
+            assert found[name].startswith("StateError: the model belongs to a process group that is gone, and "), found[
+                name
+            ]
+            assert "Build the module and these anew" in found[name]

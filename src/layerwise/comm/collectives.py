@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerwise.comm.contract import Contract, Fingerprint
 from layerwise.comm.handles import Handle
-from layerwise.comm.lifetimes import Made
+from layerwise.comm.lifetimes import Made, check_alive
 from layerwise.comm.scopes import scope
 from layerwise.errors import ContractError
 from layerwise.layout.schedule import CommOp, wire_nbytes
@@ -170,6 +170,11 @@ class Communicator:
             with scope(name):
                 dist.all_reduce(bits, group=self.group)
 
+    def check_alive(self, what: str) -> None:
+        """Raise if there is something to send, and the group to send it over is gone."""
+        if self.group is not None and self.world > 1:
+            check_alive(self.group, what)
+
     def _launching(self, op: CommOp) -> AbstractContextManager[object]:
         """A collective is about to be under way."""
         if self._made is not None:
@@ -193,6 +198,7 @@ class Communicator:
     ) -> None:
         """Compare the call with its schedule entry and, where a contract is kept, with what the other ranks are about
         to do."""
+        self.check_alive(name)
         problem = self._memory_problem(tensor, other) or (
             self._schedule_problem(op, kind, tensor, other, splits) if op else None
         )

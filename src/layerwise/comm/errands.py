@@ -10,7 +10,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from layerwise.comm.groups import Groups
-from layerwise.comm.lifetimes import counted_alike
+from layerwise.comm.lifetimes import check_alive, counted_alike
 
 
 @dataclass
@@ -86,6 +86,7 @@ class Errands:
         groups = self._groups
         if groups.training is None:
             return groups
+        check_alive(groups.training, "saving in the background")
         like = None if dist.get_world_size() == groups.world else groups.control
         with counted_alike(like):
             ranks = None if like is None else dist.get_process_group_ranks(like)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from layerwise.comm.facts import gather_facts
+from layerwise.errors import StateError
 
 _RETIRED: list[tuple[list[dist.ProcessGroup], Counter[str]]] = []
 """Groups whose model is gone on this rank, with what it had issued over each."""
@@ -74,6 +75,17 @@ _LIVE: weakref.WeakSet[Made] = weakref.WeakSet()
 def _is_alive(group: dist.ProcessGroup) -> bool:
     """Whether torch still knows a group, and this rank is in it."""
     return group in distributed_c10d._world.pg_map
+
+
+def check_alive(group: dist.ProcessGroup, what: str) -> None:
+    """Raise if the user has left a group since a model was built on it. torch notices that in some calls only; over gloo others
+    still go through."""
+    if not _is_alive(group):
+        raise StateError(
+            f"the model belongs to a process group that is gone, and {what} would go over it: destroy_process_group() was called after "
+            "its layerwise.DataParallel or layerwise.Optimizer was built. Build the module and these anew, over the process group "
+            "that there is now, and load a checkpoint."
+        )
 
 
 def collect_dropped() -> None:

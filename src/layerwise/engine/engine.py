@@ -245,6 +245,7 @@ class Engine:
     def make_ready(self) -> None:
         """Have params where they are trained, before something is written into them. Every rank calls it."""
         self.check_bound()
+        self.everyone.check_alive("loading")
         reshard(self.chunks)
         self.publisher.launch_all()  # another rank may be in a forward that reads more than this one's did
         self.storage.take_back()

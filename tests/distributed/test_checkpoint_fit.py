@@ -255,6 +255,70 @@ def test_what_has_another_name_is_not_taken_under_the_old_one_too(saved: tuple[P
     assert torch.equal(weight(of("up.weight", after)), weight(of("up.weight", before)))
 
 
+TWICE = {
+    "both are renamed": ({"up": "wide", "tall": "wide"}, "'tall.weight' and 'up.weight' would both be 'wide.weight'"),
+    "one has the name already": ({"up": "tall"}, "'tall.weight' and 'up.weight' would both be 'tall.weight'"),
+    "a buffer and a param": ({"scale": "up.weight"}, "'scale' and 'up.weight' would both be 'up.weight'"),
+    "several at once": (
+        {"norm": "qkv"},
+        "'norm.bias' and 'qkv.bias' would both be 'qkv.bias', 'norm.weight' and 'qkv.weight' would both be 'qkv.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_two_names_of_the_checkpoint_are_not_made_one(saved: tuple[Path, Whole], case: str) -> None:
+    """And nothing else is said: what is missing or left over would be said of names that mean two things."""
+    rename, said = TWICE[case]
+    run = build(SAVED, steps=2)
+    before = whole(run)
+    with pytest.raises(CheckpointError) as refused:
+        layerwise.load(saved[0], *run[1:], rename=rename, unused=["*"], missing=["*"])
+    assert str(refused.value) == (
+        f"rename= gives one name to two things of the checkpoint: {said}. Nothing was changed. Give each a name of its own. To leave one "
+        "out, rename it to what the model does not have, and list it in unused=."
+    )
+    assert same(whole(run), before)
+
+
+def test_of_two_that_would_have_one_name_the_other_can_be_left_out(saved: tuple[Path, Whole]) -> None:
+    path, had = saved
+    policy: dict[str, Any] = {"rename": {"up": "tall", "tall": "left"}, "unused": ["tall.*"], "missing": ["up.weight"]}
+    _, after = load_as(path, Model(rows=9), **policy)
+    assert same(of("tall.weight", after), of("up.weight", had))
+
+
+def test_two_names_of_one_weight_may_be_made_one(tmp_path: Path) -> None:
+    tied = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    layerwise.save(tmp_path / "saved", layerwise.DataParallel(tied))
+    single = nn.ModuleDict({"token": nn.Embedding(6, 4)})
+    layerwise.load(tmp_path / "saved", single, rename={"embed": "token", "head": "token"})
+    assert torch.equal(single["token"].weight, tied["embed"].weight)
+
+
+def two_in_one(rank: int, world: int, folder: str, stages: bool) -> tuple[str, bool]:
+    model: nn.Module
+    if stages:
+        run = KINDS["stages"].build(rank, world, 0, torch.float32, hyper_of("muon"))
+        model, optimizer, rename = run.model, run.optimizer, {"blocks.0.out": "blocks.0.qkv"}
+    else:
+        _, model, optimizer = build(SAVED)
+        rename = {"up": "tall"}
+    layerwise.save(f"{folder}/saved", model, optimizer)
+    before = hash_everything(optimizer)
+    said = raised(lambda: layerwise.load(f"{folder}/saved", model, optimizer, rename=rename))
+    return said, hash_everything(optimizer) == before
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_two_names_that_are_made_one_are_an_error_on_every_rank(tmp_path: Path, stages: bool) -> None:
+    first, second = run_ranks(2, two_in_one, str(tmp_path), stages)
+    assert first == second
+    assert first[0].startswith("CheckpointError: rename= gives one name to two things of the checkpoint: ")
+    assert first[1]
+
+
 def test_buffers_are_renamed_with_their_modules(saved: tuple[Path, Whole]) -> None:
     path, had = saved
     _, after = load_as(path, Model(scale="factor"), rename={"scale": "factor"})

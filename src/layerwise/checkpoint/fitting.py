@@ -18,6 +18,8 @@ from layerwise.errors import CheckpointError, did_you_mean, listed
 
 LOSS_SCALE = "loss_scale"
 _MOST_PROBLEMS = 30
+_MOST_SHARED = 5
+"""How many names that two things would have a message lists."""
 _BUFFER = ParamFacts([], FROZEN, [], [])
 """What is said of buffers."""
 
@@ -75,9 +77,13 @@ class Names:
         self.weights = [key.removeprefix(f"{MODEL}.") for key in manifest.entries if key.startswith(f"{MODEL}.")]
         self._policy = policy
         others = {alias: name for name, said in self.facts.items() for alias in said.aliases}
-        own = {name: name for name in self.weights}
+        known = {**others, **{name: name for name in self.weights}}
         self._used: set[str] = set()
-        self._theirs: dict[str, str] = {self._renamed(known): name for known, name in {**others, **own}.items()}
+        called: dict[str, dict[str, str]] = {}
+        for name, theirs in known.items():
+            called.setdefault(self._renamed(name), {})[theirs] = name
+        _refuse_shared({new: sorted(names.values()) for new, names in called.items() if len(names) > 1})
+        self._theirs: dict[str, str] = {new: theirs for new, names in called.items() for theirs in names}
 
     def _renamed(self, name: str) -> str:
         for old, new in self._policy.rename.items():
@@ -93,6 +99,21 @@ class Names:
     def theirs(self, name: str) -> str:
         """The checkpoint's name of what the model calls so; empty where it has no such thing."""
         return self._theirs.get(name, "")
+
+
+def _refuse_shared(twice: Mapping[str, Sequence[str]]) -> None:
+    """Raise if things of the checkpoint would share a name, before anything is said of what has which: one of them would be taken
+    for the other."""
+    pairs = [
+        f"'{_shown(one)}' and '{_shown(other)}' would both be '{_shown(new)}'"
+        for new, (one, other, *_) in sorted(twice.items())
+    ]
+    if pairs:
+        more = f" and {len(pairs) - _MOST_SHARED} more" if len(pairs) > _MOST_SHARED else ""
+        raise CheckpointError(
+            f"rename= gives one name to two things of the checkpoint: {', '.join(pairs[:_MOST_SHARED])}{more}. Nothing was changed. "
+            "Give each a name of its own. To leave one out, rename it to what the model does not have, and list it in unused=."
+        )
 
 
 def _facts_of(manifest: Manifest) -> dict[str, ParamFacts]:

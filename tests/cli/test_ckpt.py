@@ -142,7 +142,9 @@ def test_state_of_torchs_own_optimizers_comes_in(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines_of(["diff", "a"], capsys, BAD_INPUT) == ["ckpt diff takes 2 paths, got 1."]
     assert lines_of(["export", "a"], capsys, BAD_INPUT) == ["ckpt export needs --to, where the result goes."]
-    assert lines_of(["ls", str(tmp_path / "no")], capsys, BAD_INPUT)[0].endswith("expected one with checkpoints in it.")
+    (tmp_path / "file").touch()
+    said = lines_of(["ls", str(tmp_path / "file")], capsys, BAD_INPUT)
+    assert said == [f"{tmp_path / 'file'} is no folder: expected one with checkpoints in it."]
     said = lines_of(["verify", str(tmp_path)], capsys, FAILED)
     assert said == [f"{tmp_path} holds no manifest.json: expected a checkpoint that was written whole."]
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 32)
@@ -151,7 +153,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     safetensors = pytest.importorskip("safetensors.torch")
     weights, states = (
         tmp_path / "weights.safetensors",
-        [tmp_path / name for name in ("bytes.pt", "empty.pt", "module.pt", "no.pt")],
+        [tmp_path / name for name in ("bytes.pt", "empty.pt", "module.pt")],
     )
     safetensors.save_file({"weight": torch.ones(2, 2)}, weights)
     states[0].write_bytes(b"\xff" * 32)
@@ -160,10 +162,43 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     for state in states:
         said = lines_of(["import", str(weights), str(state), "--to", str(tmp_path / "x")], capsys, FAILED)
         assert len(said) == 1
-        assert ("No such file" if state.name == "no.pt" else f"{state} is no state dict of a torch optimizer") in said[
-            0
-        ]
+        assert f"{state} is no state dict of a torch optimizer" in said[0]
     assert not (tmp_path / "x").exists()
+
+
+TAKES = {
+    "ls": "a folder with checkpoints in it",
+    **dict.fromkeys(("inspect", "verify", "export"), "a checkpoint"),
+    "diff": "two checkpoints",
+    "import": "a safetensors file, and state dicts of torch's optimizers",
+}
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.parametrize("action", ["ls", "inspect", "verify", "diff", "diff with", "export", "import", "import with"])
+def test_a_path_that_is_not_there_is_bad_input_whatever_was_to_be_done_with_it(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str, more: list[str]
+) -> None:
+    """One line on stderr and nothing on stdout, also where JSON was asked for, as with a model that `inspect` does not find."""
+    action, _, second = action.partition(" ")
+    there = str(run / "run" / "checkpoints" / "step_00000006")
+    missing, target = (
+        str(tmp_path / "no" / "such"),
+        ["--to", str(tmp_path / "x")] if action in ("export", "import") else [],
+    )
+    paths = [there, missing] if second else [missing, there] if action == "diff" else [missing]
+    capsys.readouterr()
+    assert main(["ckpt", action, *paths, *target, *more]) == BAD_INPUT
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == f"{missing}: there is no such file or folder. ckpt {action} takes {TAKES[action]}.\n"
+    assert not (tmp_path / "x").exists()
+
+
+def test_all_paths_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    (said,) = lines_of(["diff", one, two], capsys, BAD_INPUT)
+    assert said == f"{one}, {two}: there is no such file or folder. ckpt diff takes two checkpoints."
 
 
 def test_a_run_that_cannot_go_on_leaves_its_config_as_it_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

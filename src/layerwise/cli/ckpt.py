@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,15 @@ from layerwise.errors import CheckpointError
 from layerwise.units import format_nbytes
 
 Action = Literal["ls", "inspect", "verify", "diff", "export", "import"]
-_WANTED = {"ls": (1, 1), "inspect": (1, 1), "verify": (1, 1), "diff": (2, 2), "export": (1, 1), "import": (1, 3)}
-"""How many paths each action takes, at least and at most."""
+_WANTED = {
+    "ls": (1, 1, "a folder with checkpoints in it"),
+    "inspect": (1, 1, "a checkpoint"),
+    "verify": (1, 1, "a checkpoint"),
+    "diff": (2, 2, "two checkpoints"),
+    "export": (1, 1, "a checkpoint"),
+    "import": (1, 3, "a safetensors file, and state dicts of torch's optimizers"),
+}
+"""How many paths each action takes, at least and at most, and to what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +40,7 @@ class CkptRequest:
 
 
 def run(request: CkptRequest) -> int:
-    least, most = _WANTED[request.action]
+    least, most, what = _WANTED[request.action]
     if not least <= len(request.paths) <= most:
         count = f"{least}" if least == most else f"{least} to {most}"
         complain(f"ckpt {request.action} takes {count} path{'s' if most > 1 else ''}, got {len(request.paths)}.")
@@ -42,6 +50,10 @@ def run(request: CkptRequest) -> int:
         complain(f"ckpt {request.action} {needs}.")
         return BAD_INPUT
     paths = [Path(path) for path in request.paths]
+    missing = ", ".join(str(path) for path in paths if not os.path.exists(path))
+    if missing:
+        complain(f"{missing}: there is no such file or folder. ckpt {request.action} takes {what}.")
+        return BAD_INPUT
     actions: dict[str, Callable[[], int]] = {
         "ls": lambda: _ls(paths[0], request.as_json),
         "inspect": lambda: _inspect(paths[0], request.as_json),

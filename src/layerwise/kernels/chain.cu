@@ -14,15 +14,15 @@
 //
 //   full, empty   of a stage of operands: loaded, read
 //   order         of a group: its turn to multiply
-//   open          of a turn, modulo OPENS: it is known which task it has, and what that reads is in memory
-//   begun         the turn that has opened last: its operands are being loaded, the next task may be taken
+//   open          of a turn, modulo TURNS: it is known which task it has, and what that reads is in memory
+//   begun         the turn that has opened last: its operands come next, and the task of another turn may be taken
 //   ready         of a group's staging: the addend is there, or nothing is any more
 //   staged        of a group's upper and lower half of a tile: written to the staging
 //   mirrored      of a group: the upper half's mirror image was read by the stores, the lower one's may be written
 //
-// What a task is stays in shared memory for TASKS turns, and has been read by then: tasks are taken a turn before their operands
-// are loaded, who multiplies is at most four turns behind that, one for each stage, and who stores three behind who multiplies;
-// at the end two turns open at once.
+// What a task is lies in shared memory for TURNS turns, which must be more than it takes until all have read it: eight. Tasks are
+// taken a turn before their operands are loaded; who multiplies may be four turns behind that, one for each stage; who stores, two
+// behind who multiplies; and at the end two turns open at once.
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
@@ -32,7 +32,7 @@ typedef unsigned int u32;
 constexpr int TILE = 128, DEPTH = 64, BOX = 64;
 constexpr int BOX_BYTES = BOX * BOX * 2, OPERAND = 2 * BOX_BYTES, STAGE = 2 * OPERAND, STAGES = 4;
 constexpr int TILE_BYTES = 4 * BOX_BYTES, HALF_BYTES = 2 * BOX_BYTES, STAGING = TILE_BYTES + HALF_BYTES;
-constexpr int OPENS = 16, TASKS = 16, GROUP = 128, THREADS = 3 * GROUP;
+constexpr int TURNS = 16, GROUP = 128, THREADS = 3 * GROUP;
 constexpr int MAPS = 8, PRODUCTS = 20;
 constexpr u32 WARPS = GROUP / 32;
 
@@ -123,7 +123,7 @@ __device__ __forceinline__ Task task_at(const Chain& chain, u32 number) {
     inside -= members * chain.products[product].tiles_before;
     const u32 num_tiles = chain.products[product].num_tiles;
     const u32 place = __ldg(chain.products[product].tiles + inside % num_tiles);
-    // The last matrix first: it was written last, and more of it is in the cache.
+    // The last matrix first: what comes into a chain was written from the first matrix on, and what was written last is in the cache.
     return {product, (int)(batch - 1 - first - inside / num_tiles), (int)(place >> 16) * TILE, (int)(place & 65535) * TILE};
 }
 __device__ __forceinline__ void tell(u32 at, const Task& task) {
@@ -137,13 +137,6 @@ __device__ __forceinline__ Task told(u32 at) {
                  : "r"(at)
                  : "memory");
     return task;
-}
-
-// One lane's word for what all lanes of a warp have alike. A compiler sees by it that they do: what follows lies in registers
-// that they share, and so may what tensor cores are told. Otherwise it is read out of one lane again before each product.
-__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
-__device__ __forceinline__ Task uniform(const Task& task) {
-    return {(int)uniform(task.product), (int)uniform(task.batch), (int)uniform(task.row), (int)uniform(task.col)};
 }
 
 // Operands.
@@ -183,9 +176,10 @@ struct Ring {
 // addend that comes behind it is there: nobody else waits for that stage, and who came to it a lap later would take the lap before
 // for its own.
 template <int LEFT_T, int RIGHT_ROWS>
-__device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, int steps, u32 base, u32 right_at, u32 full, u32 empty, bool has_addend, u32 next, int lane) {
-    const u32 first = uniform(described(base)), right = uniform(right_at >> 4), num_steps = uniform(steps);
-    u32 stage = uniform(ring.stage), phase = ring.phase, before = 0, k = 0;
+__device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, int steps, u32 base, u32 right_at, u32 full, u32 empty, bool has_second, u32 next, int lane) {
+    const u32 first = described(base), right = right_at >> 4;
+    u32 stage = ring.stage, phase = ring.phase, before = 0;
+    int k = 0;
     do {  // at least once: else the accumulators would come from elsewhere too, and the compiler would let each step wait for the last
         wait(full + 8 * stage, phase);
         const u32 at = first + (STAGE >> 4) * stage;
@@ -205,9 +199,9 @@ __device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, in
         }
         before = empty + 8 * stage;
         if (++stage == STAGES) stage = 0, phase ^= 1;
-    } while (++k < num_steps);
+    } while (++k < steps);
     ring.stage = stage, ring.phase = phase;
-    if (has_addend) wait(full + 8 * stage, phase);
+    if (has_second) wait(full + 8 * stage, phase);
     if (lane == 0) arrive(next);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0) arrive(before);
@@ -280,12 +274,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
     extern __shared__ char raw[];
     const u32 base = (address(raw) + 1023) & ~1023u, stagings = base + STAGES * STAGE;
     const u32 full = stagings + 2 * STAGING, empty = full + 8 * STAGES, order = empty + 8 * STAGES, open = order + 16;
-    const u32 ready = open + 8 * OPENS, begun = ready + 16, mirrored = begun + 16, staged = mirrored + 16;
-    const u32 tasks = staged + 32;  // of turns, modulo TASKS
+    const u32 ready = open + 8 * TURNS, begun = ready + 16, mirrored = begun + 16, staged = mirrored + 16;
+    const u32 tasks = staged + 32;  // of turns, modulo TURNS
     const u32 total = chain.batch * chain.tiles_of_matrix;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, WARPS);
-        for (int n = 0; n < OPENS; ++n) init_barrier(open + 8 * n, 1);
+        for (int n = 0; n < TURNS; ++n) init_barrier(open + 8 * n, 1);
         init_barrier(begun, 1);
         for (int who = 0; who < 2; ++who) {
             init_barrier(order + 8 * who, WARPS), init_barrier(ready + 8 * who, 1);
@@ -294,7 +288,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const int group = uniform(threadIdx.x / GROUP), warp = uniform(threadIdx.x % GROUP / 32), lane = threadIdx.x % 32;
+    // One lane's word for what all lanes of a warp have alike: so the compiler sees that they do, and that what follows from it may
+    // lie in registers that a warp shares, as what tensor cores are told must. It was read out of one lane before each product.
+    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / GROUP, 0), warp = __shfl_sync(0xFFFFFFFF, threadIdx.x % GROUP / 32, 0);
+    const int lane = threadIdx.x % 32;
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (lane != 0) return;
@@ -302,8 +299,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
             // Operands.
             Ring ring = {0, 1};
             for (u32 turn = 0;; ++turn) {
-                wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
-                const Task task = told(tasks + 16 * (turn % TASKS));
+                wait(open + 8 * (turn % TURNS), turn / TURNS & 1);
+                const Task task = told(tasks + 16 * (turn % TURNS));
                 if (task.product < 0) break;
                 arrive(begun);
                 fence_copies();
@@ -343,14 +340,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                 if (turn > 0) wait(begun, (turn - 1) & 1);
                 const u32 number = atomicAdd(chain.next, 1) - chain.first_number;
                 if (number >= total) {
-                    for (u32 last = turn; last < turn + 2; ++last) {  // one for each group
-                        tell(tasks + 16 * (last % TASKS), {-1, 0, 0, 0});
-                        arrive(open + 8 * (last % OPENS));
+                    for (u32 last = turn; last < turn + 2; ++last) {  // one for each thread that stores
+                        tell(tasks + 16 * (last % TURNS), {-1, 0, 0, 0});
+                        arrive(open + 8 * (last % TURNS));
                     }
                     break;
                 }
                 const Task task = task_at(chain, number);
-                tell(tasks + 16 * (turn % TASKS), task);
+                tell(tasks + 16 * (turn % TURNS), task);
                 const Product& product = chain.products[task.product];
                 const int next = task.product * chain.batch + task.batch;
                 if (task.product > 0 && next != seen) {
@@ -358,15 +355,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                 }
                 seen = next;
                 fence_copies();
-                arrive(open + 8 * (turn % OPENS));
+                arrive(open + 8 * (turn % TURNS));
             }
         } else {
             // Addends and stores of one group. A tile counts as soon as it is in memory: others may be waiting for nothing else.
             const u32 who = warp - 2, at = stagings + STAGING * who;
             u32 phase = 0;
             for (u32 turn = who;; turn += 2, phase ^= 1) {
-                wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
-                const Task task = told(tasks + 16 * (turn % TASKS));
+                wait(open + 8 * (turn % TURNS), turn / TURNS & 1);
+                const Task task = told(tasks + 16 * (turn % TURNS));
                 if (task.product < 0) break;
                 fence_copies();
                 const Product& product = chain.products[task.product];
@@ -394,7 +391,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
                 fence_copies();
                 count_one(chain.counters + task.batch);
             }
-            wait_until_stored();
         }
         return;
     }
@@ -407,15 +403,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
     Ring ring = {0, 0};
     u32 phase = 0;
     for (u32 turn = 0;; ++turn) {
-        wait(open + 8 * (turn % OPENS), turn / OPENS & 1);
-        const Task task = uniform(told(tasks + 16 * (turn % TASKS)));
+        wait(open + 8 * (turn % TURNS), turn / TURNS & 1);
+        const Task task = told(tasks + 16 * (turn % TURNS));
         if (task.product < 0) break;
         const Product& product = chain.products[task.product];
         if ((turn & 1) != who) {
             ring.advance(stages_of(product));
             continue;
         }
-        const int kind = uniform(product.kind), steps = uniform(product.steps);
+        const int kind = product.kind, steps = product.steps;
         const bool is_bf16 = product.is_bf16, has_second = product.second >= 0;
         const bool is_diagonal = task.row == task.col, is_mirrored = product.is_symmetric && !is_diagonal;
         const u32 right_at = kind != PLAIN && is_diagonal ? 0 : OPERAND;
@@ -440,6 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) run_chain(const __grid_
         if (has_second) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) add_staged(acc[i], product.gamma, rows_at - staging + base + STAGE * ring.stage + HALF_BYTES * i, line, next);
+            fence_staging();  // it is written by a copy next
             __syncwarp();
             if (lane == 0) arrive(empty + 8 * ring.stage);
             ring.advance(1);

@@ -122,7 +122,7 @@ def test_the_driver_has_the_numbers_of_the_kernel() -> None:
     assert 4 * box == chain_driver._STAGE_NBYTES
     assert 6 * box == chain_driver._STAGING_NBYTES
     assert 3 * constant("GROUP") == chain_driver._THREADS
-    barriers = 8 * (2 * constant("STAGES") + constant("OPENS") + 2 * 4 + 4) + 16 * constant("TASKS")
+    barriers = 8 * (2 * constant("STAGES") + constant("TURNS") + 2 * 4 + 4) + 16 * constant("TURNS")
     assert barriers <= chain_driver._BARRIERS_NBYTES
     assert chain_driver._SHARED_NBYTES <= 227 * 1024
 

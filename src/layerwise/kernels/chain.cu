@@ -168,8 +168,8 @@ __device__ __forceinline__ void fence(float (&d)[64]) { asm volatile("" : F16(0)
 
 // Where a thread is in the ring of stages.
 struct Ring {
-    int stage, phase;
-    __device__ __forceinline__ void advance(int by) { stage += by, phase ^= (stage / STAGES) & 1, stage %= STAGES; }
+    u32 stage, phase;
+    __device__ __forceinline__ void advance(u32 by) { stage += by, phase ^= (stage / STAGES) & 1, stage %= STAGES; }
 };
 
 // All of a tile's depth. `next` is the barrier of the other group's turn, which comes when the last step was issued, and when the
@@ -178,11 +178,11 @@ struct Ring {
 template <int LEFT_T, int RIGHT_ROWS>
 __device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, int steps, u32 base, u32 right_at, u32 full, u32 empty, bool has_second, u32 next, int lane) {
     const u32 first = described(base), right = right_at >> 4;
-    u32 stage = ring.stage, phase = ring.phase, before = 0;
+    u32 before = 0;
     int k = 0;
     do {  // at least once: else the accumulators would come from elsewhere too, and the compiler would let each step wait for the last
-        wait(full + 8 * stage, phase);
-        const u32 at = first + (STAGE >> 4) * stage;
+        wait(full + 8 * ring.stage, ring.phase);
+        const u32 at = first + (STAGE >> 4) * ring.stage;
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int step = 0; step < DEPTH / 16; ++step) {
@@ -197,11 +197,10 @@ __device__ __forceinline__ void multiply_all(float (&acc)[2][64], Ring& ring, in
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             if (lane == 0) arrive(before);
         }
-        before = empty + 8 * stage;
-        if (++stage == STAGES) stage = 0, phase ^= 1;
+        before = empty + 8 * ring.stage;
+        ring.advance(1);
     } while (++k < steps);
-    ring.stage = stage, ring.phase = phase;
-    if (has_second) wait(full + 8 * stage, phase);
+    if (has_second) wait(full + 8 * ring.stage, ring.phase);
     if (lane == 0) arrive(next);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0) arrive(before);

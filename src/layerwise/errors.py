@@ -109,6 +109,11 @@ def warn(text: str, *, aloud: bool = True) -> None:
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
     """`'a', 'b' and 3 more`: names in an error message, never a wall of them."""
-    first = ", ".join(repr(name) for name in names[:limit])
-    rest = len(names) - limit
+    return a_few([repr(name) for name in names], limit)
+
+
+def a_few(texts: Sequence[str], limit: int = 5) -> str:
+    """`this, that and 3 more`."""
+    first = ", ".join(texts[:limit])
+    rest = len(texts) - limit
     return f"{first} and {rest} more" if rest > 0 else first

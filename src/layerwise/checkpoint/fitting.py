@@ -14,12 +14,10 @@ from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import FROZEN, MASTER, MODEL, STATE, Contents, ParamFacts, Part, state_key
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.config.rules import RULES_BY_KIND
-from layerwise.errors import CheckpointError, did_you_mean, listed
+from layerwise.errors import CheckpointError, a_few, did_you_mean, listed
 
 LOSS_SCALE = "loss_scale"
 _MOST_PROBLEMS = 30
-_MOST_SHARED = 5
-"""How many names that two things would have a message lists."""
 _BUFFER = ParamFacts([], FROZEN, [], [])
 """What is said of buffers."""
 
@@ -109,9 +107,8 @@ def _refuse_shared(twice: Mapping[str, Sequence[str]]) -> None:
         for new, (one, other, *_) in sorted(twice.items())
     ]
     if pairs:
-        more = f" and {len(pairs) - _MOST_SHARED} more" if len(pairs) > _MOST_SHARED else ""
         raise CheckpointError(
-            f"rename= gives one name to two things of the checkpoint: {', '.join(pairs[:_MOST_SHARED])}{more}. Nothing was changed. "
+            f"rename= gives one name to two things of the checkpoint: {a_few(pairs)}. Nothing was changed. "
             "Give each a name of its own. To leave one out, rename it to what the model does not have, and list it in unused=."
         )
 

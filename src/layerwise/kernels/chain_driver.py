@@ -234,12 +234,7 @@ def _cubin(dtype: torch.dtype) -> bytes:
         source = Path(__file__).with_name("chain.cu").read_bytes()
     except OSError as error:
         raise ChainUnavailable(f"its source is not there: {error}") from error
-    defined = {"FP16": int(dtype == torch.float16), "CHAIN_BYTES": ctypes.sizeof(_Chain)}
-    options = [
-        b"--gpu-architecture=sm_90a",
-        b"-std=c++17",
-        *(b"-D%s=%d" % (name.encode(), value) for name, value in defined.items()),
-    ]
+    options = [b"--gpu-architecture=sm_90a", b"-std=c++17", b"-DFP16=%d" % (dtype == torch.float16)]
     program = ctypes.c_void_p()
     nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), source, b"chain.cu", 0, None, None)
     try:

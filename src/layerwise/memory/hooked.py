@@ -1,9 +1,9 @@
 """Params whose gradients live in buckets: their `.grad` stays None, and those who ask for it in vain are answered.
 
 Three of torch's own functions walk over `param.grad`. `clip_grad_norm_()` and its like would clip nothing and return 0, so
-they get a warning; a pipeline's schedule would leave gradients undivided, so it gets an error; `Module.zero_grad()` would forget
-nothing, so it is taken for what it says. Only reads of `.grad` from
-Python pass here: autograd does not, nor does anything that reads values.
+they get a warning; a pipeline's schedule would leave gradients undivided, so it gets an error; `Module.zero_grad()` would
+forget nothing, so it is taken for what it says. Only reads of `.grad` from Python pass here: autograd does not, nor does
+anything that reads values.
 """
 
 from __future__ import annotations

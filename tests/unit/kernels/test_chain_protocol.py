@@ -9,30 +9,19 @@ loaded or stored arrives early or late. The model has the kernel's own constants
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-SPEC = find_spec("layerwise.kernels")
-assert SPEC is not None
-assert SPEC.submodule_search_locations is not None
-SOURCE = (Path(SPEC.submodule_search_locations[0]) / "chain.cu").read_text()
+from tests.unit.kernels.chain_source import constant
+
 WARPS = 2
 """Of a group that multiplies; the kernel has four, and two are as many as it takes to be apart."""
 
-Runner = Iterator[Callable[[], bool]]
+Runner = Generator[Callable[[], bool], None, None]
 """A thread: it goes on whenever what it has yielded is true."""
-
-
-def constant(name: str) -> int:
-    found = re.search(rf"\b{name} = (\d+)\b", SOURCE)
-    assert found is not None
-    return int(found[1])
 
 
 class Mistake(AssertionError):
@@ -129,10 +118,9 @@ class Block:
         product = self.device.products[task.product]
         return product.steps + (product.addends > 1)
 
-    def opened(self, turn: int) -> Callable[[], bool]:
-        return self.open[turn % len(self.open)].over(turn // len(self.open))
-
-    def told(self, turn: int) -> Task | None:
+    def task_of(self, turn: int) -> Generator[Callable[[], bool], None, Task | None]:
+        """What a thread reads when the turn opens; nothing at the end."""
+        yield self.open[turn % len(self.open)].over(turn // len(self.open))
         slot = self.slots[turn % len(self.slots)]
         if slot.turn != turn:
             raise Mistake(f"a thread reads the task of turn {turn} where that of turn {slot.turn} lies")
@@ -163,8 +151,7 @@ class Block:
     def load(self) -> Runner:
         turn = used = 0
         while True:
-            yield self.opened(turn)
-            task = self.told(turn)
+            task = yield from self.task_of(turn)
             if task is None:
                 return
             self.begun.arrive()
@@ -179,8 +166,7 @@ class Block:
     def store(self, who: int) -> Runner:
         device, turn = self.device, who
         while True:
-            yield self.opened(turn)
-            task = self.told(turn)
+            task = yield from self.task_of(turn)
             if task is None:
                 return
             if device.products[task.product].addends:
@@ -201,8 +187,7 @@ class Block:
     def multiply(self, who: int) -> Runner:
         turn = used = 0
         while True:
-            yield self.opened(turn)
-            task = self.told(turn)
+            task = yield from self.task_of(turn)
             if task is None:
                 return
             product = self.device.products[task.product]

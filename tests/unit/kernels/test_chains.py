@@ -8,7 +8,6 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from itertools import chain, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +23,8 @@ if importlib.util.find_spec("triton") is None:
 from layerwise.kernels import chain_driver, fused_newton_schulz
 from layerwise.kernels.chains import Multiple, Strand
 from layerwise.kernels.triton_products import Product
+from tests.unit.kernels.chain_source import SOURCE, constant
 
-SOURCE = (Path(chain_driver.__file__).parent / "chain.cu").read_text()
 SHAPES = [
     (3, 16, 16),
     (4, 16, 64),
@@ -104,12 +103,6 @@ def test_a_step_without_a_square_has_no_product_for_it(monkeypatch: pytest.Monke
     places = fused_newton_schulz._Places.of(update, torch.zeros(nbytes, dtype=torch.uint8))
     found = list(chain(*fused_newton_schulz._gram(places, update, coefficient_schedule("cubic5", 5))))
     assert sum(isinstance(one, Multiple) for one in found) == 5
-
-
-def constant(name: str) -> int:
-    found = re.search(rf"\b{name} = (\d+)\b", SOURCE)
-    assert found is not None
-    return int(found[1])
 
 
 def test_the_driver_has_the_numbers_of_the_kernel() -> None:

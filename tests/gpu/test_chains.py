@@ -20,6 +20,7 @@ from layerwise.kernels import chain_driver, chains, facts
 from layerwise.kernels.chain_driver import ChainUnavailable, Counted
 from layerwise.kernels.fused_newton_schulz import orthogonalize_into, segment_products, workspace_nbytes
 from layerwise.kernels.triton_products import Product, new_batch
+from layerwise.layout import cost
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -81,6 +82,21 @@ def test_a_chain_has_the_bits_of_single_launches(shape: tuple[int, int, int], me
     for _ in range(5):
         assert torch.equal(orthogonalized(x, method), expected)
     assert torch.equal(orthogonalized(x[-1:].contiguous(), method), expected[-1:])
+
+
+@pytest.mark.parametrize("shape", [(16, 768, 3072), (7, 512, 2560), (5, 137, 1400)], ids=str)
+def test_halves_of_a_batch_have_the_bits_of_the_whole(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = gaussian(*shape)
+    whole, nbytes = orthogonalized(x, "gram"), workspace_nbytes(x.shape, "gram", 5)
+    monkeypatch.setattr(cost, "HALVED_FROM", 0)
+    workspace_nbytes.cache_clear()
+    try:
+        assert torch.equal(orthogonalized(x, "gram"), whole)
+        assert workspace_nbytes(x.shape, "gram", 5) < nbytes
+    finally:
+        workspace_nbytes.cache_clear()
 
 
 def test_large_matrices_go_one_by_one_and_so_do_steps_without_a_square() -> None:

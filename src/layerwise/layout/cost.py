@@ -120,6 +120,8 @@ def fewest_flops(rows: int, cols: int, steps: int) -> int:
 
 GRAM_OTHERS = 3
 """Small matrices that the Gram form has beside the one that it multiplies with in the end."""
+HALVED_FROM = 48 * 2**20
+"""Elements of a workspace (96 MiB) up to which a batch stays whole: halves of a small batch leave much of a device idle."""
 
 
 class GramRoom(NamedTuple):
@@ -138,8 +140,8 @@ class GramRoom(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, large: int, small: int, segments: int) -> GramRoom:
-        """For matrices of `large` elements whose Gram matrices have `small`. Half of the batch at a time, where that takes less;
-        they end in their own memory after an even number of segments, where they began, or begin in the workspace."""
+        """For matrices of `large` elements whose Gram matrices have `small`. Half of the batch at a time, where that takes less
+        of much; they end in their own memory after an even number of segments, where they began, or begin in the workspace."""
 
         def room(part: int) -> GramRoom:
             free = (batch if part == batch else batch - part) * large
@@ -149,7 +151,7 @@ class GramRoom(NamedTuple):
 
         whole = room(batch)
         half = room(-(-batch // 2))
-        return half if segments % 2 == 0 and half.numel < whole.numel else whole
+        return half if segments % 2 == 0 and whole.numel > max(half.numel, HALVED_FROM) else whole
 
 
 def newton_schulz_workspace(batch: int, rows: int, cols: int, method: str, steps: int) -> int:
@@ -159,9 +161,11 @@ def newton_schulz_workspace(batch: int, rows: int, cols: int, method: str, steps
     three of them, for which that may be too small, and takes half of a batch at a time where it is too large.
 
     >>> [newton_schulz_workspace(2, rows, 4, method, 5) for rows, method in ((4, "standard"), (16, "gram"), (8, "gram"))]
-    [64, 128, 128]
+    [64, 160, 128]
     >>> newton_schulz_workspace(1, 16, 4, "gram", 5)
     80
+    >>> [newton_schulz_workspace(batch, 4096, 1024, "gram", 5) >> 20 for batch in (6, 24)]
+    [30, 96]
     """
     numel, square = rows * cols, min(rows, cols) ** 2
     if resolve_method(method, rows, cols) == "gram":

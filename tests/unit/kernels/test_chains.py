@@ -16,6 +16,7 @@ from torch import Tensor
 from layerwise.config.coefficients import coefficient_schedule
 from layerwise.kernels.facts import chains_on, products_in_words, why_no_chains
 from layerwise.kernels.products import chain_pays, teams_of
+from layerwise.layout import cost
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -43,7 +44,7 @@ def strands(shape: tuple[int, int, int], method: str, steps: int, patch: pytest.
     patch.setattr(fused_newton_schulz, "normalise_into", lambda *_: None)
     batch, rows, cols = shape
     update = torch.zeros(batch, rows, -(-cols // 8) * 8, dtype=torch.bfloat16)[:, :, :cols]
-    nbytes = fused_newton_schulz.workspace_nbytes(shape, method, steps)
+    nbytes = fused_newton_schulz.workspace_nbytes.__wrapped__(shape, method, steps)
     places = fused_newton_schulz._Places.of(update, torch.zeros(nbytes, dtype=torch.uint8))
     form = fused_newton_schulz._gram if method == "gram" else fused_newton_schulz._standard
     return form(places, update, coefficient_schedule("polar_express", steps))
@@ -77,12 +78,14 @@ def in_the_way(products: list[Product]) -> bool:
     )
 
 
+@pytest.mark.parametrize("halved_from", [0, cost.HALVED_FROM])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_in_a_strand_no_matrix_writes_where_another_has_anything(
-    shape: tuple[int, int, int], method: str, steps: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], method: str, steps: int, halved_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cost, "HALVED_FROM", halved_from)
     for strand in strands(shape, method, steps, monkeypatch):
         assert not in_the_way([one for one in strand if isinstance(one, Product)])
 

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.layout import cost
 from layerwise.layout.cost import GramRoom, NewtonSchulz, newton_schulz_flops, resolve_method
 from tests.strategies import MANY
 
@@ -42,17 +43,22 @@ def test_gram_saves_work_on_oblong_matrices_only() -> None:
     assert newton_schulz_flops(4096, 4096, 5, gram=True) > newton_schulz_flops(4096, 4096, 5, gram=False)
 
 
-def test_half_of_a_batch_goes_to_the_workspace_where_that_takes_less() -> None:
+def test_half_of_a_batch_goes_to_the_workspace_where_that_takes_less_of_much() -> None:
     long = GramRoom.of(24, 4096 * 1024, 1024 * 1024, segments=2)
     assert long == (12, 2, 3 * 24 * 1024 * 1024)  # as much as the small matrices take anyway
     assert GramRoom.of(24, 4096 * 1024, 1024 * 1024, segments=1) == (24, 3, 4 * 24 * 1024 * 1024)
     assert GramRoom.of(24, 3072 * 1024, 1024 * 1024, segments=2).part == 24
     assert GramRoom.of(7, 8192 * 1024, 1024 * 1024, segments=2).part == 4
+    assert GramRoom.of(6, 8192 * 1024, 1024 * 1024, segments=2) == (6, 3, 6 * 8192 * 1024)  # no more than HALVED_FROM
 
 
+@pytest.mark.parametrize("halved_from", [0, cost.HALVED_FROM])
 @pytest.mark.parametrize("segments", [1, 2, 3, 4])
 @pytest.mark.parametrize(("large", "small"), [(5, 4), (8, 4), (11, 4), (16, 4), (100, 4), (9, 9)])
-def test_in_a_workspace_there_is_room_for_all_that_lies_there_at_once(large: int, small: int, segments: int) -> None:
+def test_in_a_workspace_there_is_room_for_all_that_lies_there_at_once(
+    large: int, small: int, segments: int, halved_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "HALVED_FROM", halved_from)
     for batch in range(1, 20):
         part, fitting, numel = GramRoom.of(batch, large, small, segments)
         others = 3 * batch * small

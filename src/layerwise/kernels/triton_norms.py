@@ -115,7 +115,7 @@ def rescale_kernel(
 _ROWS, _COLS, _WARPS = 32, 256, 8
 """A block of the passes over elements."""
 _SUMS, _MANY_SUMS = 1024, 8192
-"""Sums of blocks that are added at a time; of a matrix with more than the first, the second."""
+"""Sums of blocks that are added at a time; of a matrix with many, the second."""
 
 
 class Norms(NamedTuple):
@@ -178,7 +178,7 @@ def normalise_into(out: Tensor, x: Tensor, norms: Norms) -> None:
     sums, exponents = norms[:2]
     launch(square_sums_kernel, ("sums", *key), batch * blocks, (x, sums, *size, *strides, *constants), warps=_WARPS)
     numel = float(rows * cols)
-    at_a_time = _SUMS if blocks <= _SUMS else _MANY_SUMS
+    at_a_time = _SUMS if blocks <= 4 * _SUMS else _MANY_SUMS
     launch(scales_kernel, ("scales", x.device, at_a_time), batch, (*norms, blocks, numel, at_a_time), warps=4)
     arguments = (x, out, exponents, *size, *strides, *out.stride()[:2], *constants)
     launch(rescale_kernel, ("rescale", *key), batch * blocks, arguments, warps=_WARPS)

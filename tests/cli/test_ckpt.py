@@ -83,6 +83,10 @@ def test_weights_go_out_as_safetensors_and_come_in_again(
     weights = safetensors.load_file(target)
     assert weights["blocks.0.attn.qkv.weight"].shape == (64, 32)
     assert lines_of(["import", target, "--to", back], capsys) == [f"{len(weights)} tensors written to {back}."]
+    again, once_more = str(tmp_path / "again.safetensors"), str(tmp_path / "once_more")
+    for action, path, to in (("export", source, again), ("import", target, once_more)):
+        (said,) = lines_of([action, path, "--to", to, "--json"], capsys)
+        assert json.loads(said) == {"path": to, "tensors": len(weights)}
     differ = json.loads(lines_of(["diff", source, back, "--json"], capsys, FAILED)[0])
     assert all(row["tensor"].startswith(("optimizer.", "rng.")) for row in differ)
 
@@ -142,9 +146,6 @@ def test_state_of_torchs_own_optimizers_comes_in(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines_of(["diff", "a"], capsys, BAD_INPUT) == ["ckpt diff takes 2 paths, got 1."]
     assert lines_of(["export", "a"], capsys, BAD_INPUT) == ["ckpt export needs --to, where the result goes."]
-    (tmp_path / "file").touch()
-    said = lines_of(["ls", str(tmp_path / "file")], capsys, BAD_INPUT)
-    assert said == [f"{tmp_path / 'file'} is no folder: expected one with checkpoints in it."]
     said = lines_of(["verify", str(tmp_path)], capsys, FAILED)
     assert said == [f"{tmp_path} holds no manifest.json: expected a checkpoint that was written whole."]
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 32)
@@ -193,6 +194,22 @@ def test_a_path_that_is_not_there_is_bad_input_whatever_was_to_be_done_with_it(
     assert shown.out == ""
     assert shown.err == f"{missing}: there is no such file or folder. ckpt {action} takes {TAKES[action]}.\n"
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("action", ["ls", "inspect", "verify", "diff", "export"])
+def test_a_file_in_place_of_a_folder_is_bad_input(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    (tmp_path / "file").touch()
+    there, file = str(run / "run" / "checkpoints" / "step_00000006"), str(tmp_path / "file")
+    target = ["--to", str(tmp_path / "x")] if action == "export" else []
+    (said,) = lines_of([action, *([there] if action == "diff" else []), file, *target], capsys, BAD_INPUT)
+    assert said == f"{file}: not a folder. ckpt {action} takes {TAKES[action]}."
+
+
+def test_a_folder_in_place_of_a_file_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (said,) = lines_of(["import", str(tmp_path), "--to", str(tmp_path / "x")], capsys, BAD_INPUT)
+    assert said == f"{tmp_path}: not a file. ckpt import takes {TAKES['import']}."
 
 
 def test_all_paths_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from layerwise.comm.joining import Ranks, arrange
@@ -126,9 +128,8 @@ def test_every_stage_has_a_rank_for_every_share_of_the_data() -> None:
         ]
 
 
-def _misuse(rank: int, world: int) -> list[str]:
-    group = arrange(Ranks(rank=rank, world=world, local_rank=rank, device=CPU), pp=world).pipeline
-    assert group is not None
+def _pipelines(group: dist.ProcessGroup) -> Callable[[int, str], Pipeline]:
+    """Pipelines over a group, of any number of chunks and with any schedule."""
     number = torch.empty(2, 3, device="meta")
     wires = Wires(source=number, between=number, result=number)
 
@@ -144,6 +145,17 @@ def _misuse(rank: int, world: int) -> list[str]:
             loss=torch.nn.functional.mse_loss,
         )
 
+    return pipeline
+
+
+def _group(rank: int, world: int) -> dist.ProcessGroup:
+    group = arrange(Ranks(rank=rank, world=world, local_rank=rank, device=CPU), pp=world).pipeline
+    assert group is not None
+    return group
+
+
+def _misuse(rank: int, world: int) -> list[str]:
+    pipeline = _pipelines(_group(rank, world))
     return [
         raised(lambda: pipeline(1, "zero-bubble")),
         raised(lambda: pipeline(2, "gpipe")),
@@ -158,6 +170,20 @@ def test_wrong_use_of_a_pipeline_is_named_before_anything_is_sent() -> None:
             "ValueError: a pipeline of 2 chunks per rank needs the schedule '1f1b', got 'gpipe'.",
             "ValueError: expected 2 microbatches, got 1 sources and 1 targets.",
         ]
+
+
+def _left_group(rank: int, world: int) -> list[str]:
+    group = _group(rank, world)
+    pipeline = _pipelines(group)(1, "1f1b")
+    dist.barrier()  # the other rank may still be connecting
+    dist.destroy_process_group(group)
+    batch = torch.zeros(2, 3)
+    return [raised(lambda: pipeline.step([batch] * 2, [batch] * 2)), raised(lambda: pipeline.evaluate(batch))]
+
+
+def test_a_pipeline_whose_group_the_user_left_says_so() -> None:
+    for found in run_ranks(2, _left_group):
+        assert all(said.startswith("StateError: the model belongs to a process group that is gone") for said in found)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

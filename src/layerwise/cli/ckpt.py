@@ -54,13 +54,18 @@ def run(request: CkptRequest) -> int:
     if missing:
         complain(f"{missing}: there is no such file or folder. ckpt {request.action} takes {what}.")
         return BAD_INPUT
+    wants_files = request.action == "import"
+    others = ", ".join(str(path) for path in paths if os.path.isdir(path) == wants_files)
+    if others:
+        complain(f"{others}: not a {'file' if wants_files else 'folder'}. ckpt {request.action} takes {what}.")
+        return BAD_INPUT
     actions: dict[str, Callable[[], int]] = {
         "ls": lambda: _ls(paths[0], request.as_json),
         "inspect": lambda: _inspect(paths[0], request.as_json),
         "verify": lambda: _verify(paths[0], request.as_json),
         "diff": lambda: _diff(paths[0], paths[1], request.as_json),
-        "export": lambda: _export(paths[0], Path(request.to), request.masters),
-        "import": lambda: _import(paths[0], paths[1:], Path(request.to)),
+        "export": lambda: _export(paths[0], Path(request.to), request.masters, request.as_json),
+        "import": lambda: _import(paths[0], paths[1:], Path(request.to), request.as_json),
     }
     try:
         return actions[request.action]()
@@ -76,9 +81,6 @@ def run(request: CkptRequest) -> int:
 
 def _ls(folder: Path, as_json: bool) -> int:
     """Every checkpoint in a folder."""
-    if not folder.is_dir():
-        complain(f"{folder} is no folder: expected one with checkpoints in it.")
-        return BAD_INPUT
     rows: list[dict[str, Any]] = []
     for path in sorted(folder.iterdir()):
         if not path.is_dir():
@@ -167,17 +169,18 @@ def _diff(one: Path, two: Path, as_json: bool) -> int:
     return FAILED if found else OK
 
 
-def _export(path: Path, target: Path, masters: bool) -> int:
+def _export(path: Path, target: Path, masters: bool, as_json: bool) -> int:
     from layerwise.checkpoint.weights import export_weights
 
-    count = export_weights(path, read_manifest(path), target, masters=masters)
-    print(f"{count} tensors written to {target}.")
-    return OK
+    return _written(export_weights(path, read_manifest(path), target, masters=masters), target, as_json)
 
 
-def _import(weights: Path, states: list[Path], target: Path) -> int:
+def _import(weights: Path, states: list[Path], target: Path, as_json: bool) -> int:
     from layerwise.checkpoint.weights import import_weights
 
-    count = import_weights(weights, states, target)
-    print(f"{count} tensors written to {target}.")
+    return _written(import_weights(weights, states, target), target, as_json)
+
+
+def _written(count: int, target: Path, as_json: bool) -> int:
+    print(json.dumps({"path": str(target), "tensors": count}) if as_json else f"{count} tensors written to {target}.")
     return OK

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layerwise.comm.lifetimes import check_alive
 from layerwise.comm.scopes import scope
 from layerwise.comm.sharded import is_sharded
 
@@ -51,6 +52,7 @@ def exchange_counts(counts: Tensor, ranks: ExpertRanks) -> Tensor:
         raise ValueError(f"counts must have one row for each of {ranks.world} ranks, got shape {tuple(counts.shape)}.")
     if ranks.group is None:
         return counts
+    check_alive(ranks.group, "rows to experts")
     received = torch.empty_like(counts, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
     return received
@@ -95,6 +97,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    check_alive(group, "rows to experts")
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     # Backends read strided memory as if it were whole: gradients of transposed or expanded tensors arrive like that.
     with scope("dispatch all_to_all"):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from layerwise.comm.lifetimes import check_alive
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From the last stage's output and a target to a scalar."""
 
@@ -100,6 +102,7 @@ class Pipeline:
             raise ValueError(
                 f"expected {self.num_microbatches} microbatches, got {len(sources)} sources and {len(targets)} targets."
             )
+        check_alive(self._group, "microbatches")
         losses: list[Tensor] = []
         inputs = (torch.cat(list(sources)),) if self.is_first else ()
         if self.is_last:
@@ -112,6 +115,7 @@ class Pipeline:
     def evaluate(self, source: Tensor) -> Tensor | None:
         """The last stage's output for one batch of any size, on the last rank; None on the others. All ranks call it
         with the same source."""
+        check_alive(self._group, "what stages pass on")
         x = source
         for index, chunk in enumerate(self._chunks):
             number = self.rank + index * self.world

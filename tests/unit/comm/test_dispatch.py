@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerwise.comm import dispatch
 from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks, exchange_counts, exchange_rows
-from tests.ranks import run_ranks
+from tests.ranks import raised, run_ranks
 
 SENT = {  # SENT[world][source][target] rows; rank 1 of 3 sends nothing, rank 0 of 3 receives nothing
     1: [[4]],
@@ -108,3 +108,23 @@ def test_counts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
         exchange_rows(torch.randn(3, 2), [2], [2], ALL_EXPERTS_HERE)
     with pytest.raises(ValueError, match="one row for each of 1 ranks"):
         exchange_counts(torch.zeros(2, 2, dtype=torch.int64), ALL_EXPERTS_HERE)
+
+
+def _over_a_group_that_is_gone(rank: int, world: int) -> list[str]:
+    group = dist.new_group([0, 1])
+    ranks = ExpertRanks(group, rank, world)
+    rows = torch.ones(2, 3, requires_grad=True)
+    arrived = exchange_rows(rows, [1, 1], [1, 1], ranks)
+    dist.barrier()  # the other rank may still be receiving
+    dist.destroy_process_group(group)
+    return [
+        raised(lambda: exchange_counts(torch.ones(2, 1, dtype=torch.int64), ranks)),
+        raised(lambda: exchange_rows(rows, [1, 1], [1, 1], ranks)),
+        raised(lambda: arrived.sum().backward()),
+    ]
+
+
+def test_a_group_that_the_user_left_is_named_forward_and_backward() -> None:
+    for found in run_ranks(2, _over_a_group_that_is_gone):
+        for said in found:
+            assert said.startswith("StateError: the model belongs to a process group that is gone, and rows to experts")

@@ -35,3 +35,5 @@ def test_steps_of_ours_and_of_torch_over_the_same_matrices(capsys: Captured) -> 
 def test_sizes_must_be_sizes(capsys: Captured) -> None:
     assert main(["bench", "step", "--width", "0"]) == 2
     assert "--width must be 1 or more, got 0" in capsys.readouterr().err
+    assert main(["bench", "ns", "--layers", "1"]) == 2
+    assert "bench ns takes no --layers: its matrices are given." in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`layerwise ckpt`, and a run that the same command continues."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from torch import nn
 
 import layerwise as library
+from layerwise.checkpoint.weights import import_weights
 from layerwise.cli.exits import BAD_INPUT, FAILED, OK
 from layerwise.cli.main import main
+from layerwise.errors import CheckpointError
 from tests.cli.test_train import SMALL, kinds_in
 
 CHECKPOINTED = (*SMALL, "--checkpoint.every", "2")
@@ -91,6 +94,12 @@ def test_weights_go_out_as_safetensors_and_come_in_again(
     assert all(row["tensor"].startswith(("optimizer.", "rng.")) for row in differ)
 
 
+def twice(folder: Path) -> list[Path]:
+    """The same state under two names."""
+    shutil.copy(folder / "muon.pt", folder / "again.pt")
+    return [folder / "again.pt", folder / "muon.pt"]
+
+
 def test_state_of_torchs_own_optimizers_comes_in(tmp_path: Path) -> None:
     """After it one step is theirs: both Muons keep a moving average, and in fp32 the two agree."""
     safetensors = pytest.importorskip("safetensors.torch")
@@ -122,6 +131,8 @@ def test_state_of_torchs_own_optimizers_comes_in(tmp_path: Path) -> None:
     torch.save(adamw.state_dict(), tmp_path / "adamw.pt")
     files = [str(tmp_path / name) for name in ("weights.safetensors", "muon.pt", "adamw.pt")]
     assert main(["ckpt", "import", *files, "--to", str(tmp_path / "came")]) == OK
+    with pytest.raises(CheckpointError, match=r"muon.pt has state of '0.weight', and so has .*again.pt: expected one"):
+        import_weights(tmp_path / "weights.safetensors", [*twice(tmp_path)], tmp_path / "never")
     ours = build()
     optimizer = library.Optimizer(
         ours,
@@ -154,12 +165,13 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     safetensors = pytest.importorskip("safetensors.torch")
     weights, states = (
         tmp_path / "weights.safetensors",
-        [tmp_path / name for name in ("bytes.pt", "empty.pt", "module.pt")],
+        [tmp_path / name for name in ("bytes.pt", "empty.pt", "module.pt", "text.pt")],
     )
     safetensors.save_file({"weight": torch.ones(2, 2)}, weights)
     states[0].write_bytes(b"\xff" * 32)
     states[1].touch()
     torch.save(nn.Linear(2, 2), states[2])
+    states[3].write_text("a = [\n")
     for state in states:
         said = lines_of(["import", str(weights), str(state), "--to", str(tmp_path / "x")], capsys, FAILED)
         assert len(said) == 1
@@ -205,6 +217,20 @@ def test_a_file_in_place_of_a_folder_is_bad_input(
     target = ["--to", str(tmp_path / "x")] if action == "export" else []
     (said,) = lines_of([action, *([there] if action == "diff" else []), file, *target], capsys, BAD_INPUT)
     assert said == f"{file}: not a folder. ckpt {action} takes {TAKES[action]}."
+
+
+def test_where_nothing_can_go_is_bad_input(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there, none = str(run / "run" / "checkpoints" / "step_00000006"), tmp_path / "no"
+    (said,) = lines_of(["export", there, "--to", str(tmp_path)], capsys, BAD_INPUT)
+    assert said == f"--to {tmp_path}: is a folder. ckpt export writes a file, such as model.safetensors."
+    (said,) = lines_of(["export", there, "--to", str(none / "x.safetensors")], capsys, BAD_INPUT)
+    assert said == f"--to {none / 'x.safetensors'}: there is no folder {none} to put it into."
+    (said,) = lines_of(["inspect", there, "--masters"], capsys, BAD_INPUT)
+    assert said == "ckpt inspect takes no --masters."
+    (said,) = lines_of(["ls", ""], capsys, BAD_INPUT)
+    assert said == "'': there is no such file or folder. ckpt ls takes a folder with checkpoints in it."
+    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
 
 
 def test_a_folder_in_place_of_a_file_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

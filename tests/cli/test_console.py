@@ -152,6 +152,11 @@ def test_a_table_on_a_narrow_terminal_leaves_out_what_has_no_room(width: int, mo
     lines = [line.rstrip() for line in screen.getvalue().splitlines()]
     assert max(map(len, lines)) <= width
     assert any("qkv.weight" in line and "256x128" in line for line in lines)
+    shown = next(line for line in lines if line.lstrip().startswith("param"))
+    said = " ".join(lines[1 : lines.index(shown)])
+    lost = [column for column in columns if column not in shown]
+    assert lost
+    assert f"(no room here for {', '.join(lost)}: " in said
     assert sum(not line for line in lines) <= 2
 
 

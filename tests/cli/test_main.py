@@ -163,6 +163,19 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("where", "code", "said"),
+    [(">&-", 0, ""), (">/dev/full", 3, "stdout cannot be written: No space left on device.\n"), ("<&- 2>&-", 0, "")],
+)
+@pytest.mark.parametrize("words", ["plan --model gpt2 --world 8", "ckpt ls {}", "train --dry-run"])
+def test_streams_that_are_closed_or_full_are_no_traceback(
+    tmp_path: Path, words: str, where: str, code: int, said: str
+) -> None:
+    line = f"{sys.executable} -m layerwise {words.format(tmp_path)} {where}"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_only_main_imports_tyro_and_only_console_imports_rich() -> None:
     package = Path(main_module.__file__).parents[1]
     importers = {

@@ -122,6 +122,35 @@ def test_a_schedule_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     assert len({rates[0] for rates in straight.rates}) > 1  # something happened
 
 
+@pytest.mark.parametrize(
+    "name", sorted(SCHEDULERS.keys() - {"none", "one cycle", "cyclic"})
+)  # whose rates are their own
+def test_a_schedule_goes_on_with_the_base_rates_of_the_new_run(tmp_path: Path, name: str) -> None:
+    """Also those that schedulers keep to themselves, and for all steps to come."""
+    straight = Training(name, lr=0.04)
+    straight.run(2 * HALF)
+    first = Training(name, lr=0.02)
+    first.run(HALF)
+    first.save(tmp_path / "half")
+    second = Training(name, lr=0.04)
+    second.load(tmp_path / "half")
+    said = second.scheduler.get_last_lr()
+    assert said == [group["lr"] for group in second.optimizer.param_groups]
+    second.run(HALF)
+    for found, expected in zip(second.rates, straight.rates[HALF:], strict=True):
+        assert found == pytest.approx(expected, rel=1e-12)  # scaled, and rounded, on the way
+
+
+def test_a_rate_that_was_taken_to_zero_by_hand_is_warned_of(tmp_path: Path) -> None:
+    one = Training("none")
+    for group in one.optimizer.param_groups:
+        group["lr"] = 0.0
+    layerwise.save(tmp_path / "one", one.model, one.optimizer)
+    two = Training("none")
+    with pytest.warns(UserWarning, match=r"param groups 'matrix', 'other' go on with lr=0"):
+        layerwise.load(tmp_path / "one", two.model, two.optimizer)
+
+
 def test_without_the_scheduler_a_run_is_another_one(tmp_path: Path) -> None:
     """What must fail, does."""
     straight = Training("cosine")

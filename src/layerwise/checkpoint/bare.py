@@ -29,6 +29,8 @@ class BareModule:
 
     @classmethod
     def of(cls, model: nn.Module) -> BareModule:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: expected a module.")
         module = unwrapped(model)
         if isinstance(module, DistributedDataParallel):
             module = unwrapped(module.module)

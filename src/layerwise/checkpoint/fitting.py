@@ -13,6 +13,7 @@ import torch
 from layerwise.checkpoint.bare import BareModule
 from layerwise.checkpoint.contents import FROZEN, MASTER, MODEL, STATE, Contents, ParamFacts, Part, state_key
 from layerwise.checkpoint.manifest import Manifest
+from layerwise.checkpoint.own import by_itself, own_key
 from layerwise.config.rules import RULES_BY_KIND
 from layerwise.errors import CheckpointError, a_few, did_you_mean, listed
 
@@ -37,6 +38,8 @@ class Policy:
     has one."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rename, Mapping):
+            raise TypeError(f"rename must be a dict from old names to new ones, got {self.rename!r}.")
         for name in ("missing", "unused", "reset"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(
@@ -135,10 +138,17 @@ def _facts_of(manifest: Manifest) -> dict[str, ParamFacts]:
     return found
 
 
-def fit(contents: Contents | BareModule, manifest: Manifest, policy: Policy, elsewhere: Collection[str] = ()) -> Reads:
+def fit(
+    contents: Contents | BareModule,
+    manifest: Manifest,
+    policy: Policy,
+    elsewhere: Collection[str] = (),
+    has_own: bool = False,
+) -> Reads:
     """Everything that is to be read on this rank. Raises with all problems, unless the policy says what to do; those of a
-    param are the same whoever has it. `elsewhere` names what only other ranks have."""
-    fitting = _Fitting(contents, manifest, policy, elsewhere)
+    param are the same whoever has it. `elsewhere` names what only other ranks have; with `has_own` ranks go on with the buffers
+    that were each one's own."""
+    fitting = _Fitting(contents, manifest, policy, elsewhere, has_own)
     problems = list(fitting.problems())
     if problems:
         shown = "\n".join(f"  {number}. {text}" for number, text in enumerate(problems[:_MOST_PROBLEMS], start=1))
@@ -174,8 +184,14 @@ def _kind_of(dtype: torch.dtype) -> str:
 
 class _Fitting:
     def __init__(
-        self, contents: Contents | BareModule, manifest: Manifest, policy: Policy, elsewhere: Collection[str]
+        self,
+        contents: Contents | BareModule,
+        manifest: Manifest,
+        policy: Policy,
+        elsewhere: Collection[str],
+        has_own: bool,
     ) -> None:
+        self._has_own = has_own
         self._contents, self._entries, self._policy = contents, manifest.entries, policy
         self._about, self._step = manifest.about, manifest.step
         self._names = Names(manifest, policy)
@@ -266,7 +282,9 @@ class _Fitting:
         for part in self._contents.constants():
             name = part.key.removeprefix(f"{MODEL}.")
             if self._is_there(name, part.shape):
-                yield Read(f"{MODEL}.{self._names.theirs(name)}", part)
+                key, rank = f"{MODEL}.{self._names.theirs(name)}", self._contents.groups.rank
+                own = self._has_own and own_key(key, rank) in self._entries
+                yield Read(own_key(key, rank), by_itself(part, rank)) if own else Read(key, part)
 
     def begun(self) -> dict[str, int]:
         """Where state starts anew, after the step of the checkpoint."""

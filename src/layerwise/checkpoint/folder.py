@@ -67,6 +67,8 @@ class Checkpoints:
         """`layerwise.save` under the name of a step; older ones than are to be kept go. Call it on every rank. The step that was
         loaded or saved last is left as it is. After going back to an earlier step, checkpoints behind it are of a run that was
         given up: they are set aside under another name, with a warning."""
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step must be a number of steps, 0 or more, got {step!r}.")
         engine, path = Contents.of(model, optimizer).engine, self.path_of(step)
         groups = engine.groups
         engine.finish_errands()  # it may be of this step

@@ -21,8 +21,9 @@ from layerwise.checkpoint.disk import damages_of, pieces_of, read_manifest
 from layerwise.checkpoint.files import Reader, Wanted, bytes_of
 from layerwise.checkpoint.fitting import Names, Policy, Read, fit
 from layerwise.checkpoint.manifest import Manifest, expect
-from layerwise.checkpoint.plain import from_plain, number
-from layerwise.checkpoint.rates import rates_of
+from layerwise.checkpoint.own import has_own_here
+from layerwise.checkpoint.plain import check_extra, from_plain, number
+from layerwise.checkpoint.rates import rates_of, take_place
 from layerwise.checkpoint.saving import EXTRA, RNG
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.engine.engine import Engine
@@ -65,9 +66,9 @@ def load(
 ) -> Loaded:
     """Go on from a checkpoint, on any number of ranks, in any layout, however the model is cut. Call it on every rank.
 
-    All files are checked before anything is written, and everything that does not fit the model is named at once. Options (lr,
-    decay ...) of the optimizer as it is count, not those that it was saved with; where a scheduler of torch is at work the place
-    that it had reached is taken over.
+    All files are checked before anything is written, and everything that does not fit the model is named at once. Options (decay,
+    momentum ...) of the optimizer as it is count, not those that it was saved with. `lr` goes on where a schedule had come to,
+    of torch or by hand, in proportion to the base rate that it has now: set `group["lr"]` after this to begin another.
 
     Args:
         path: the folder that `save` made.
@@ -89,15 +90,17 @@ def load(
         contents.engine.finish_errands()  # it may be what is asked for
     groups, folder = contents.groups, Path(path)
     policy = Policy(rename=rename or {}, missing=missing, unused=unused, reset=reset)
-    arguments = {**policy.facts(), "verify": verify, "extra": sorted(extra or {})}
+    arguments = {**policy.facts(), "verify": verify, "extra": sorted(map(str, extra or ()))}
     manifest = derive_together(
         groups, "checkpoints", lambda: read_manifest(folder), lambda found: {"digest": found.digest, **arguments}
     )
     if isinstance(contents, Contents):
         contents.make_ready()
-    elsewhere = _names_elsewhere(contents)
+    elsewhere, has_own = _names_elsewhere(contents), has_own_here(contents, manifest)
     # What does not fit is known from the manifest, before all files are read.
-    reads = derive_together(groups, "checkpoints", lambda: fit(contents, manifest, policy, elsewhere), lambda _: {})
+    reads = derive_together(
+        groups, "checkpoints", lambda: fit(contents, manifest, policy, elsewhere, has_own), lambda _: {}
+    )
     if verify:
         check_files(groups, folder, manifest)
     names = Names(manifest, policy)
@@ -160,13 +163,14 @@ class _Beside:
                 else:
                     torch.cuda.set_rng_state(state, optimizer.engine.storage.device)
         for name, state in self.states.items():
-            extra[name].load_state_dict(state)
+            take_place(extra[name], state)
 
 
 def _beside(
     contents: Contents | BareModule, folder: Path, manifest: Manifest, names: Names, extra: Mapping[str, Any] | None
 ) -> _Beside:
     about = manifest.about
+    check_extra(extra)
     with Reader(folder, manifest) as reader:
         named: set[str] = set()
 

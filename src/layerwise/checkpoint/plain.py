@@ -18,6 +18,12 @@ _MOST_DEPTH = 64
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
+def check_extra(extra: object) -> None:
+    """Raise unless it is what users may give so."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra must be a dict of what belongs to the checkpoint, by name, got {extra!r}.")
+
+
 def to_plain(value: object, where: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     """A value as JSON; its tensors go into `tensors`, by their place."""
     if depth > _MOST_DEPTH:

@@ -3,18 +3,22 @@ are taken over. Param groups go by their params, since what they are called depe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from layerwise.checkpoint.contents import Contents
 from layerwise.checkpoint.fitting import Names
 from layerwise.checkpoint.plain import number, to_plain
-from layerwise.errors import warn
+from layerwise.errors import listed, warn
 
 _GIVEN = "given_lr"
 """The lr that a group began with."""
 _INITIAL = "initial_lr"
 """The base rate of torch's schedulers, which is there where one is at work."""
+_BASES, _LAST = "base_lrs", "_last_lr"
+"""What a scheduler has of its optimizer's groups."""
 
 
 def options_of(contents: Contents) -> dict[str, Any]:
@@ -31,9 +35,9 @@ def options_of(contents: Contents) -> dict[str, Any]:
 
 def rates_of(contents: Contents, saved: Sequence[Mapping[str, Any]], names: Names) -> dict[str, float]:
     """The rate that every param group goes on with, by its name; those that nothing is known of are left out."""
-    optimizer, found = contents.optimizer, dict[str, float]()
-    group_of = {name: group for group in saved for name in group["params"]}
-    for group in [] if optimizer is None else optimizer.param_groups:
+    groups = [] if contents.optimizer is None else contents.optimizer.param_groups
+    group_of, found = {name: group for group in saved for name in group["params"]}, dict[str, float]()
+    for group in groups:
         theirs = (group_of.get(names.theirs(contents.name_of(fqn))) for fqn in group["fqns"])
         base = group.get(_INITIAL, contents.given_rates[group["name"]])
         rates = {_rate(one, base, _INITIAL in group) for one in theirs if one is not None} - {None}
@@ -44,6 +48,13 @@ def rates_of(contents: Contents, saved: Sequence[Mapping[str, Any]], names: Name
             )
         elif rates:
             found[group["name"]] = number(rates.pop())
+    stopped = [group["name"] for group in groups if _stands_still(group, found)]
+    if stopped:
+        warn(
+            f"param groups {listed(stopped)} go on with lr=0, which the run that was saved had come to "
+            "without a scheduler of torch: nothing of them is trained until somebody sets group['lr'].",
+            aloud=contents.groups.rank == 0,
+        )
     return found
 
 
@@ -56,3 +67,28 @@ def _rate(saved: Mapping[str, Any], base: float, has_schedule: bool) -> float | 
     if before == base:
         return rate
     return rate * base / before if before else None
+
+
+def _stands_still(group: Mapping[str, Any], rates: Mapping[str, float]) -> bool:
+    return _INITIAL not in group and rates.get(group["name"]) == 0 and float(group["lr"]) != 0
+
+
+def take_place(taker: Any, state: object) -> None:
+    """Have an object go on from its state. Of a scheduler that is the place that it had reached: its base rates are those that it was
+    built with, and the rates that it says were set last those of the optimizer."""
+    schedulers = list(_schedulers_in(taker))
+    before = [getattr(scheduler, _BASES, None) for scheduler in schedulers]
+    taker.load_state_dict(state)
+    for scheduler, bases in zip(schedulers, before, strict=True):
+        if bases is not None:
+            setattr(scheduler, _BASES, bases)
+    if schedulers and hasattr(taker, _LAST):
+        setattr(taker, _LAST, [group["lr"] for group in taker.optimizer.param_groups])
+
+
+def _schedulers_in(value: object) -> Iterator[LRScheduler]:
+    """A scheduler, and those that it is made of."""
+    if isinstance(value, LRScheduler):
+        yield value
+        for one in getattr(value, "_schedulers", ()):
+            yield from _schedulers_in(one)

@@ -20,7 +20,8 @@ from layerwise.checkpoint.contents import Contents, Part
 from layerwise.checkpoint.disk import check_free, facts_of, make_partial, partial_of, sync_folder, write_files
 from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
-from layerwise.checkpoint.plain import to_plain
+from layerwise.checkpoint.own import PLACES, OwnBuffers
+from layerwise.checkpoint.plain import check_extra, to_plain
 from layerwise.checkpoint.rates import options_of
 from layerwise.comm.errands import Errand
 from layerwise.comm.groups import Groups, derive_together, share
@@ -124,13 +125,15 @@ def save_and_then(
     )
 
     on_first(groups, before)
+    own = OwnBuffers.of(contents)
+    about[PLACES] = own.places
 
     # What another process writes under the same name is not of this save.
     number = str(share(groups, lambda: {"number": secrets.token_hex(8)})[0]["number"])
 
     def prepare() -> Share:
         _begin(groups, target)
-        return Share.of(contents, beside if groups.rank == 0 else {}, number, copied=background)
+        return Share.of(contents, own.parts, beside if groups.rank == 0 else {}, number, copied=background)
 
     written = derive_together(groups, "checkpoints", prepare, lambda _: {"background": background})
 
@@ -192,6 +195,7 @@ def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str
     """What is said beside tensors; those that `extra` has go to `beside`."""
     engine, optimizer = contents.engine, contents.optimizer
     scaler = None if optimizer is None else optimizer.stepper.scaler
+    check_extra(extra)
     given = {
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in (extra or {}).items()
@@ -220,9 +224,11 @@ class Share(NamedTuple):
     """Of the save, the same on every rank."""
 
     @classmethod
-    def of(cls, contents: Contents, beside: Mapping[str, Tensor], number: str, *, copied: bool) -> Share:
+    def of(
+        cls, contents: Contents, own: Iterable[Part], beside: Mapping[str, Tensor], number: str, *, copied: bool
+    ) -> Share:
         """As it is now; `copied` is what later steps do not change."""
-        parts: Iterable[Part] = _parts(contents, beside)
+        parts: Iterable[Part] = _parts(contents, own, beside)
         if copied:
             parts = _copied(parts, contents.engine.copies)
         params = {name: tuple(said) for name, said in contents.facts().items()}
@@ -250,14 +256,15 @@ def _share_name(rank: int) -> str:
     return f"share_{rank}.json"
 
 
-def _parts(contents: Contents, beside: Mapping[str, Tensor]) -> Iterator[Part]:
+def _parts(contents: Contents, own: Iterable[Part], beside: Mapping[str, Tensor]) -> Iterator[Part]:
     """What this rank writes."""
     yield from (part for part in contents.parts() if part.is_mine)
+    yield from own
     groups, device = contents.engine.groups, contents.engine.storage.device
-    own = {f"{RNG}.{groups.rank}.cpu": torch.get_rng_state()}
+    generators = {f"{RNG}.{groups.rank}.cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        own[f"{RNG}.{groups.rank}.cuda"] = torch.cuda.get_rng_state(device)
-    for key, tensor in {**own, **beside}.items():
+        generators[f"{RNG}.{groups.rank}.cuda"] = torch.cuda.get_rng_state(device)
+    for key, tensor in {**generators, **beside}.items():
         shape = tuple(tensor.shape)
         yield Part(key, shape, Box.whole(shape), tensor, True)
 

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -77,14 +76,19 @@ def export_weights(folder: Path, manifest: Manifest, target: Path, *, masters: b
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     partial = partial_of(target)
-    with Reader(folder, manifest) as reader, open(partial, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for key in keys.values():
-            whole = reader.whole(key)
-            file.write(bytes_of(whole))
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(partial, target)
+    with open(partial, "wb") as file:
+        try:
+            with Reader(folder, manifest) as reader:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for key in keys.values():
+                    whole = reader.whole(key)
+                    file.write(bytes_of(whole))
+            file.flush()
+            os.fsync(file.fileno())
+            os.rename(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     return len(keys)
 
 
@@ -126,10 +130,16 @@ def import_weights(weights: Path, states: list[Path], target: Path) -> int:
     params = {key.removeprefix(f"{MODEL}."): tensor for key, tensor in tensors.items()}
     rules: dict[str, str] = {}
     steps: dict[str, int] = {}
+    states_of: dict[str, Path] = {}
     for path in states:
         for name, state in _named_states(path).items():
             if name not in params:
                 raise CheckpointError(f"{path} has state of {name!r}, and {weights} has no such param.")
+            if name in states_of:
+                raise CheckpointError(
+                    f"{path} has state of {name!r}, and so has {states_of[name]}: expected one of them."
+                )
+            states_of[name] = path
             for kind, tensor in state.items():
                 if kind == "step":
                     steps[name] = int(tensor)
@@ -175,8 +185,10 @@ def _named_states(path: Path) -> dict[str, Mapping[str, Tensor]]:
     with opened(path, "an optimizer's state dict"):
         try:
             saved: Any = torch.load(path, weights_only=True, map_location="cpu")
-        except (UnpicklingError, EOFError, RuntimeError, ValueError, KeyError):
-            # What torch says of it advises to unpickle whatever it is.
+        except OSError:
+            raise
+        except Exception:
+            # Bytes that are no pickle fail in any way there is, and what torch says of it advises to unpickle whatever it is.
             raise CheckpointError(
                 f"{path} is no state dict of a torch optimizer, as torch.save() writes one: nothing else is read from such files."
             ) from None

@@ -45,14 +45,21 @@ def run(request: CkptRequest) -> int:
         count = f"{least}" if least == most else f"{least} to {most}"
         complain(f"ckpt {request.action} takes {count} path{'s' if most > 1 else ''}, got {len(request.paths)}.")
         return BAD_INPUT
+    if request.masters and request.action != "export":
+        complain(f"ckpt {request.action} takes no --masters.")
+        return BAD_INPUT
     if (request.action in ("export", "import")) != bool(request.to):
         needs = "needs --to, where the result goes" if not request.to else "takes no --to"
         complain(f"ckpt {request.action} {needs}.")
         return BAD_INPUT
     paths = [Path(path) for path in request.paths]
-    missing = ", ".join(str(path) for path in paths if not os.path.exists(path))
+    missing = ", ".join(path or "''" for path in request.paths if not os.path.exists(path))
     if missing:
         complain(f"{missing}: there is no such file or folder. ckpt {request.action} takes {what}.")
+        return BAD_INPUT
+    problem = _target_problem(request.action, Path(request.to)) if request.to else None
+    if problem is not None:
+        complain(f"--to {request.to}: {problem}")
         return BAD_INPUT
     wants_files = request.action == "import"
     others = ", ".join(str(path) for path in paths if os.path.isdir(path) == wants_files)
@@ -75,8 +82,19 @@ def run(request: CkptRequest) -> int:
     except BrokenPipeError:
         raise  # of whoever reads what is printed
     except OSError as error:
+        if error.filename is None:
+            raise  # of what is printed
         complain(f"{error.filename}: {error.strerror}.")
         return FAILED
+
+
+def _target_problem(action: Action, target: Path) -> str | None:
+    """Why a result cannot go there, found before anything is read."""
+    if action == "export" and target.is_dir():
+        return "is a folder. ckpt export writes a file, such as model.safetensors."
+    if not target.absolute().parent.is_dir():
+        return f"there is no folder {target.parent} to put it into."
+    return None
 
 
 def _ls(folder: Path, as_json: bool) -> int:

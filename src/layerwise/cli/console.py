@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from layerwise.cli.exits import complain
+from layerwise.cli.exits import complain, write_nowhere
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.units import format_count, format_seconds
 
@@ -117,7 +117,7 @@ class TrainConsole:
         except (OSError, SystemExit) as error:  # rich ends the process when nobody reads
             why = "nobody reads it" if isinstance(error, BrokenPipeError | SystemExit) else str(error)
             self.failure = f"stdout is no longer written: {why}. Training goes on."
-            _write_nowhere(1)
+            write_nowhere(1)
             self.close()  # the bar stands in for both streams as long as it is there
             complain(self.failure)
 
@@ -149,14 +149,6 @@ class TrainConsole:
         sys.stdout.flush()
 
 
-def _write_nowhere(descriptor: int) -> None:
-    """What is still written there is lost, and fails nobody: also what is left in buffers when the process ends."""
-    with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-
-
 def print_table(
     title: str,
     columns: Sequence[str],
@@ -165,14 +157,20 @@ def print_table(
     optional: Sequence[str] = (),
 ) -> None:
     """A table on stdout; columns named in `right` hold numbers. Where there is no room, those in `optional` are left out,
-    then long names in the first column lose their middle; the last column holds the longest text and is folded, or cut in
-    a file, whose lines stay below 200 characters."""
+    then long names in the first column lose their middle, then columns at the end go, which is said; the last column holds the
+    longest text and is folded, or cut in a file, whose lines stay below 200 characters."""
     console = make_console()
     width = console.width if console.is_terminal else _FILE_WIDTH
     for line in title.splitlines():
         for part in textwrap.wrap(line, width, subsequent_indent="    ") or [""]:
             console.print(part, markup=False)
+    every = columns
     columns, rows, widths = _fitted(columns, rows, optional, width)
+    lost = [column for column in every if column not in columns and column not in optional]
+    if lost:
+        text = f"(no room here for {', '.join(lost)}: see a wider terminal, a file, or --json)"
+        for part in textwrap.wrap(text, width):
+            console.print(part, markup=False)
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if column in right else "left"

@@ -25,6 +25,14 @@ def complain(text: str) -> None:
         sys.stderr.flush()
 
 
+def write_nowhere(descriptor: int) -> None:
+    """What is still written there is lost, and fails nobody: also what is left in buffers when the process ends."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
 def note(text: str) -> None:
     """Say something on stderr that is not a result."""
     print(text, file=sys.stderr, flush=True)

@@ -52,7 +52,7 @@ class InspectRequest:
     """Show homes and buckets."""
     trace: bool = False
     """Follow the forward and show what it says."""
-    record: str = ""
+    record: str | None = None
     """A file to write the routing to."""
 
 
@@ -73,13 +73,13 @@ def _run(request: InspectRequest) -> int:
             return explaining.show(
                 module, rules, request.explain, as_json=request.as_json, strict=config.routing.strict
             )
-        if request.trace and not request.record:
+        if request.trace and request.record is None:
             from layerwise.cli import seen
 
             return seen.show(module, source, rules, as_json=request.as_json)
         evidence = _evidence(module, source, config, follow=request.trace)
         plan, rows = _plan_and_rows(module, config, rules, request.world, evidence)
-        if request.record:
+        if request.record is not None:
             _record(plan, request.record)
     except ConfigError as error:
         if isinstance(error.__cause__, RefusedError) and request.explain is None:
@@ -107,6 +107,8 @@ def _settings(request: InspectRequest) -> tuple[ModelSource, TrainConfig]:
     problems = []
     if not 1 <= request.world <= _MOST_RANKS:
         problems.append(Problem("--world", f"expected a number of ranks from 1 to {_MOST_RANKS}, got {request.world}."))
+    if request.record == "":
+        problems.append(Problem("--record", "is empty: expected a file to write, such as routing.json."))
     try:
         source = find_model(request.model)
     except ConfigError as error:

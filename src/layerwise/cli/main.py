@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from layerwise._version import __version__
-from layerwise.cli.exits import BAD_INPUT, FAILED, complain
+from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, complain, write_nowhere
 from layerwise.config.load import Override, split_overrides
 from layerwise.config.schema import (
     CheckpointConfig,
@@ -84,7 +84,7 @@ class InspectCommand:
     trace: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Follow the model's forward without values and show what each param is there, with rules for what routing gets
     wrong. With --record, the forward decides."""
-    record: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    record: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write where every param goes to a file, which a run can pin: routing.recorded."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON instead of a table."""
@@ -115,7 +115,7 @@ class PlanCommand:
     tp: Annotated[int, tyro.conf.arg(metavar="T")] = 1
     """Ranks over which torch's parallelize_module() cuts linear layers, by their usual names."""
     layout: Annotated[str, tyro.conf.arg(metavar="LAYOUT")] = "all"
-    """flat, padded, compact, replicated, padded:reference or auto; several with commas between them. all: the first
+    """flat, padded, compact, replicated, replicated:shared, padded:reference, padded:reference-numel or auto; several with commas between them. all: the first
     four side by side, and which of them auto takes."""
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of all params. None: the model's own, bf16 for presets."""
@@ -203,17 +203,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         print(f"layerwise {__version__}")
         return 0
+    _open_what_is_closed()
     # A path may hold bytes that are no text; showing it must not be what fails.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # while an error of it can still be told
+        return code
     except SystemExit as stop:  # tyro's way of ending after --help (0) and after a flag it does not know (2)
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        write_nowhere(sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        write_nowhere(sys.stdout.fileno())
+        complain(f"stdout cannot be written: {error.strerror or error}.")
+        return ENVIRONMENT
+
+
+def _open_what_is_closed() -> None:
+    """Whoever starts a process may leave it without streams (`>&-`): what goes there is lost, and not written into the next file
+    that is opened, which would have their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _dispatch(words: list[str]) -> int:
@@ -332,6 +349,9 @@ def _bench(command: BenchCommand) -> int:
     for name, value in (("--width", command.width), ("--layers", command.layers)):
         if value is not None and value < 1:
             complain(f"{name} must be 1 or more, got {value}.")
+            return BAD_INPUT
+        if value is not None and command.what == "ns":
+            complain(f"bench ns takes no {name}: its matrices are given. bench step does.")
             return BAD_INPUT
     from layerwise.cli import bench
 

@@ -4,6 +4,7 @@ DataParallel."""
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,12 +82,23 @@ def init(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) 
         device: "cuda" (this rank's own GPU, by LOCAL_RANK), "cpu", or "auto": a GPU if torch sees one.
         timeout_s: how long a collective may take.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}.")
+    local_rank = _from_environment("LOCAL_RANK") or 0
     chosen = _device(device, local_rank)
     if dist.is_available() and dist.is_initialized():
         return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=local_rank, device=chosen)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    rank, world = _from_environment("RANK"), _from_environment("WORLD_SIZE")
+    if rank is None or world is None:
+        if (rank or 0) > 0 or (world or 1) > 1:
+            there, lacks = ("RANK", "WORLD_SIZE") if world is None else ("WORLD_SIZE", "RANK")
+            raise ValueError(
+                f"{there}={os.environ[there]} says that there are several ranks, and {lacks} is not set: expected both, as torchrun "
+                "sets them. Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT on every rank."
+            )
         return Ranks(rank=0, world=1, local_rank=0, device=chosen)
+    if rank >= world:
+        raise ValueError(f"RANK={rank} is none of WORLD_SIZE={world} ranks: expected 0 to {world - 1}.")
     if backend == "auto":
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
@@ -95,9 +107,19 @@ def init(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) 
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=local_rank, device=chosen)
 
 
+def _from_environment(name: str) -> int | None:
+    """A number that a launcher has set; None where it is not set, or to nothing."""
+    value = os.environ.get(name, "")
+    if value and not (value.isascii() and value.isdigit()):
+        raise ValueError(f"{name} is {value!r} in the environment: expected a number, as torchrun sets it.")
+    return int(value) if value else None
+
+
 def _device(device: str, local_rank: int) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"device must be 'auto', 'cuda' or 'cpu', got {device!r}.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, but torch sees no GPU. Use device 'cpu' or 'auto'.")
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)

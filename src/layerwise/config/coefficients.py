@@ -7,6 +7,7 @@ triple), as one step or cycle to be repeated (start again), or for exactly so ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -124,6 +125,8 @@ def check_coefficients(coefficients: str | Sequence[Sequence[float]], steps: int
     for position, triple in enumerate(coefficients):
         if len(triple) != 3:
             return f"coefficients[{position}] has {len(triple)} numbers: expected (a, b, c)."
+        if not all(map(math.isfinite, triple)):
+            return f"coefficients[{position}] is {tuple(triple)}: expected finite numbers."
     return None
 
 

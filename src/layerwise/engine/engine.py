@@ -324,6 +324,12 @@ class Engine:
             mine = boxes[domain.rank]
             yield name, tensor, mine, tuple(rank for rank, box in enumerate(boxes) if box == mine)
 
+    def model_place(self) -> list[list[int]]:
+        """Where this rank sits in the dims of meshes that cut params for good."""
+        ranks, placed = self.storage.ranks, self._placed or {}
+        found = {one.inner_place(ranks[self.domain_of(name)]) for name, one in placed.items()}
+        return sorted(map(list, found - {()}))
+
     def _other_device(self) -> torch.device:
         """Where a stage that trains nothing has what it has to say of it."""
         constants = self._constants().values()

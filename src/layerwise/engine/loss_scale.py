@@ -32,6 +32,12 @@ class LossScale:
                 raise ValueError(
                     f"LossScale: {name} must be a power of two, got {value!r}: other scales would round gradients."
                 )
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"LossScale: {name} must be a number of steps, got {value!r}.")
+        if self.minimum > self.initial:
+            raise ValueError(f"LossScale: minimum is {self.minimum:g}, above initial={self.initial:g}.")
         if self.factor <= 1 or self.growth_interval < 1 or self.hysteresis < 1:
             raise ValueError(
                 f"LossScale: expected factor above 1, growth_interval and hysteresis at least 1, got {self.factor!r}, "

@@ -60,6 +60,13 @@ class Placed(NamedTuple):
             place.insert(0, along)
         return self._box_at(place, shape, self._orders(shape))
 
+    def inner_place(self, rank: int) -> tuple[int, ...]:
+        """The shape of the dims that cut it for good, and the number of a rank there; nothing where none do."""
+        inner = self.mesh[self.data_dims :]
+        if rank not in self.ranks or not any(self.cuts[self.data_dims :]):
+            return ()
+        return (*inner, self.ranks.index(rank) % math.prod(inner))
+
     def chunks(self, shape: tuple[int, ...]) -> tuple[Chunks, ...]:
         """What tensor and expert parallelism leave of each dim of a param, in order: its blocks are all combinations. Dims of the
         mesh that are fully_shard()'s cut those again."""

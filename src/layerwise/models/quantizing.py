@@ -29,6 +29,8 @@ def quantize(module: nn.Module, recipe: str = "mxfp8", *, skip: Sequence[str] = 
             scales).
         skip: globs of params that stay as they are.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"quantize() takes a module, got {module!r}.")
     chosen = recipe_named(recipe)
     params = dict(names.named_parameters(module))
     wanted = kept_as_codes(

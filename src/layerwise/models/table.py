@@ -44,6 +44,8 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 def plain_dtype(dtype: torch.dtype, owner: str) -> DType:
     """The plan's name for a torch dtype; `owner` is named in the error."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{owner} must be a dtype of torch, such as torch.float32, got {dtype!r}.")
     found = _DTYPE_BY_TORCH.get(dtype)
     if found is None:
         raise TypeError(f"{owner} has dtype {dtype}: expected one of fp32, bf16, fp16. Convert or freeze it first.")
@@ -234,6 +236,8 @@ def _chunk_specs(
 
 
 def _param_dtype(fqn: str, param: nn.Parameter) -> DType:
+    if param.layout is not torch.strided:
+        raise TypeError(f"param {fqn!r} is sparse ({param.layout}): expected a dense one. Convert it with .to_dense().")
     if not param.requires_grad:
         return _DTYPE_BY_TORCH.get(param.dtype, DType.FP32)
     dtype = plain_dtype(param.dtype, f"param {fqn!r}")

@@ -32,7 +32,7 @@ from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
 from layerwise.optim.state import STEP, ExtraState, Own, after_hooks, export_state, extra_state_of, fit_state, say_part
-from layerwise.optim.whole import Whole, part_of, put_together, refuse_apart, with_steps
+from layerwise.optim.whole import Whole, check_consolidation, part_of, put_together, with_steps
 from layerwise.routing.rules import RouteRule
 
 
@@ -293,7 +293,7 @@ class Optimizer(torch.optim.Optimizer):
         of torch has the same, and trainers that know that one (Lightning) call it by themselves."""
         engine = self.engine
         engine.check_bound()
-        refuse_apart(engine)
+        check_consolidation(engine, to)
         self.bring_up_to_date()
         engine.settle_gradients()
         keep = to == engine.groups.rank

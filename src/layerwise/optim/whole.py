@@ -53,8 +53,10 @@ def with_steps(state: State, own: State) -> State:
     }
 
 
-def refuse_apart(engine: Engine) -> None:
-    """Raise where state is of no single model that one rank could hold."""
+def check_consolidation(engine: Engine, to: int) -> None:
+    """Raise where state is of no single model that one rank could hold, or that rank is none."""
+    if not isinstance(to, int) or not 0 <= to < engine.groups.world:
+        raise ValueError(f"to must be the number of one of {engine.groups.world} ranks, from 0 on, got {to!r}.")
     if engine.plan.options.memory == "params" and engine.groups.world > 1:
         raise StateError(
             "consolidate_state_dict() was called on the optimizer of a sharded model: its state is DTensors. Save it with "

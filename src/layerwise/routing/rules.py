@@ -14,7 +14,7 @@ from layerwise.routing.defaults import DEFAULT_RULES, Family
 from layerwise.routing.matrices import Matrix, default_split, matrices_of
 from layerwise.routing.refusals import RefusedError, fold_refusals
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
-from layerwise.routing.split import Split, row_blocks, stack, whole
+from layerwise.routing.split import Split, is_size, row_blocks, stack, whole
 
 _SUSPICIOUS_SHARE = 0.1
 """Below this share of trainable elements under the matrix rule, a model is probably not routed as its user thinks."""
@@ -46,6 +46,19 @@ class RouteRule:
     def __post_init__(self) -> None:
         if self.to not in ("matrix", "other"):
             raise ValueError(f"route rule {self.label}: to must be 'matrix' or 'other', got {self.to!r}.")
+        for name in ("pattern", "module_type"):
+            if not isinstance(getattr(self, name), str | None):
+                raise TypeError(f"route rule: {name} must be a glob, got {getattr(self, name)!r}.")
+        if self.when is not None and not callable(self.when):
+            raise TypeError(f"route rule: when must be a function of a ParamSpec, got {self.when!r}.")
+        if not isinstance(self.options, Mapping):
+            raise TypeError(
+                f"route rule {self.label}: options must be a dict such as {{'lr': 1e-4}}, got {self.options!r}."
+            )
+        if not isinstance(self.row_blocks, list | tuple) or not all(map(is_size, self.row_blocks)):
+            raise TypeError(
+                f"route rule {self.label}: row_blocks must be whole numbers of rows, got {self.row_blocks!r}."
+            )
         if self.pattern == "" or self.module_type == "":
             raise ValueError(
                 "a route rule has an empty pattern: expected a glob on param names, such as '*.router.weight'."

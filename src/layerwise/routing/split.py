@@ -54,6 +54,8 @@ class Split:
     def _problem(self) -> str | None:
         if len(self.roles) != len(self.grid) or not set(self.roles) <= _ROLES:
             return f"roles {self.roles!r} must name one of r, c, a for each of the {len(self.grid)} axes."
+        if not all(map(is_size, (*self.grid, *self.blocks, self.block_axis))):
+            return f"axes and blocks must be whole numbers, got {self.grid}, blocks {self.blocks} of axis {self.block_axis!r}."
         if any(size <= 0 for size in self.grid):
             return "every axis must be positive."
         kept = self.roles.replace("a", "")
@@ -139,6 +141,11 @@ class Split:
         if self.blocks:
             found.update(block_axis=self.block_axis, blocks=list(self.blocks))
         return found
+
+
+def is_size(value: object) -> bool:
+    """Whether it is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _borders(sizes: tuple[int, ...]) -> set[int]:

@@ -193,3 +193,27 @@ def test_a_whole_state_of_a_plain_module_goes_anywhere() -> None:
     part = {name: value for name, value in other.state_dict()["layerwise"].items() if name != "whole"}  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="in another wrapper, of another dtype or with another rule"):
         other.load_state_dict({**optimizer.state_dict(), "layerwise": part})
+
+
+def test_arguments_of_another_type_are_named(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = stepped(model)
+    wrong: Any = [1]
+    with pytest.raises(TypeError, match=r"extra must be a dict of what belongs to the checkpoint, by name, got \[1\]"):
+        layerwise.save(tmp_path / "one", model, optimizer, extra=wrong)
+    assert not list(tmp_path.iterdir())
+    layerwise.save(tmp_path / "one", model, optimizer)
+    with pytest.raises(TypeError, match=r"extra must be a dict of what belongs to the checkpoint, by name, got \[1\]"):
+        layerwise.load(tmp_path / "one", model, optimizer, extra=wrong)
+    with pytest.raises(TypeError, match=r"rename must be a dict from old names to new ones, got \[1\]"):
+        layerwise.load(tmp_path / "one", model, optimizer, rename=wrong)
+    with pytest.raises(TypeError, match=r"model is a list: expected a module"):
+        layerwise.load(tmp_path / "one", wrong)
+    with pytest.raises(TypeError, match=r"quantize\(\) takes a module, got \[1\]"):
+        layerwise.quantize(wrong)
+    with pytest.raises(ValueError, match=r"to must be the number of one of 1 ranks, from 0 on, got 5"):
+        optimizer.consolidate_state_dict(to=5)
+
+
+def test_all_public_names_are_listed() -> None:
+    assert set(layerwise.__all__) <= set(dir(layerwise))

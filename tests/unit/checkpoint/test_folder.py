@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,14 @@ def test_a_run_that_loads_nothing_does_not_take_over_checkpoints_of_another(tmp_
         layerwise.Checkpoints(tmp_path).load(model, optimizer)
         assert torch.equal(model.weight.detach(), own)
     assert names_in(tmp_path) == ["step_00000005", "step_00000005.aside", "step_00000005.aside1"]
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.5, "x"])
+def test_a_step_that_could_not_be_found_again_is_refused(tmp_path: Path, step: Any) -> None:
+    model = layerwise.DataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=f"step must be a number of steps, 0 or more, got {step!r}."):
+        layerwise.Checkpoints(tmp_path).save(model, step=step)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_the_same_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,44 @@ def test_ranks_that_never_met_do_not_train_a_model_each(build: Any) -> None:
 def test_a_launcher_of_one_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert layerwise.DataParallel(Net()).plan.world == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 says that there are several ranks, and RANK is not set: expected both"),
+        ({"RANK": "1"}, "RANK=1 says that there are several ranks, and WORLD_SIZE is not set: expected both"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 is none of WORLD_SIZE=2 ranks: expected 0 to 1."),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x' in the environment: expected a number"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1' in the environment: expected a number"),
+    ],
+)
+def test_half_of_a_launcher_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        layerwise.init(device="cpu")
+
+
+def test_one_rank_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "1"), ("RANK", ""), ("LOCAL_RANK", "")):
+        monkeypatch.setenv(name, value)
+    assert layerwise.init(device="cpu").world == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"timeout_s": -1}, "timeout_s must be a number of seconds above 0, got -1."),
+        ({"timeout_s": "x"}, "timeout_s must be a number of seconds above 0, got 'x'."),
+        ({"device": "foo"}, "device must be 'auto', 'cuda' or 'cpu', got 'foo'."),
+    ],
+)
+def test_wrong_arguments_of_init_are_named_also_where_nobody_is_met(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        layerwise.init(**given)
 
 
 def init_twice(rank: int, world: int) -> list[Any]:

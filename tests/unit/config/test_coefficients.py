@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import layerwise
 from layerwise.config.coefficients import COEFFICIENT_SETS, Coefficient, check_coefficients, coefficient_schedule
 
 CYCLING = ("simple", "quintic")
@@ -216,6 +217,12 @@ def test_a_triple_of_the_wrong_length_is_named_by_its_position() -> None:
     with pytest.raises(ValueError) as caught:
         coefficient_schedule([(1.5, -0.5, 0.0), (1.5, -0.5)], 5)  # type: ignore[list-item]
     assert str(caught.value) == "coefficients[1] has 2 numbers: expected (a, b, c)."
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_coefficients_that_are_no_numbers_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"coefficients\[0\] is \(.*\): expected finite numbers"):
+        layerwise.Muon(lr=0.1, coefficients=[(1.0, value, 1.0)])
 
 
 @pytest.mark.parametrize("extra", [-1, 1])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
+import layerwise
 from layerwise.dtypes import DType
 from layerwise.models.table import param_table, plain_dtype, torch_dtype
 from layerwise.routing.spec import ModuleKind
@@ -56,6 +57,15 @@ def test_dtypes_go_there_and_back(dtype: DType) -> None:
 def test_a_dtype_without_a_name_is_refused_with_its_owner() -> None:
     with pytest.raises(TypeError, match=r"param 'w' has dtype torch.int8: expected one of fp32, bf16, fp16"):
         plain_dtype(torch.int8, "param 'w'")
+    with pytest.raises(TypeError, match=r"grad_dtype must be a dtype of torch, such as torch.float32, got 'fp32'"):
+        layerwise.DataParallel(nn.Linear(2, 2), grad_dtype="fp32")  # type: ignore[arg-type]
+
+
+def test_a_sparse_param_is_named() -> None:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(torch.eye(4).to_sparse())
+    with pytest.raises(TypeError, match=r"param 'weight' is sparse \(torch.sparse_coo\): expected a dense one"):
+        layerwise.DataParallel(module)
 
 
 class Counting(nn.Module):

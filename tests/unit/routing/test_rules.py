@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from torch import nn
 
 from layerwise.routing.defaults import DEFAULT_RULES
 from layerwise.routing.refusals import RefusedError
@@ -441,6 +442,22 @@ def test_little_under_the_matrix_rule_is_suspicious_and_a_usual_share_is_not() -
 def test_a_malformed_rule_is_refused_when_it_is_made(fields: dict[str, object], expected: str) -> None:
     with pytest.raises(ValueError, match=re.escape(expected)):
         RouteRule(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"pattern": 5}, "route rule: pattern must be a glob, got 5."),
+        ({"module_type": nn.Linear}, "route rule: module_type must be a glob, got <class"),
+        ({"when": "x"}, "route rule: when must be a function of a ParamSpec, got 'x'."),
+        ({"pattern": "a", "options": [1]}, "route rule 'a': options must be a dict such as {'lr': 1e-4}, got [1]."),
+        ({"pattern": "a", "row_blocks": "ab"}, "route rule 'a': row_blocks must be whole numbers of rows, got 'ab'."),
+        ({"pattern": "a", "row_blocks": (16.0, 16)}, "row_blocks must be whole numbers of rows, got (16.0, 16)."),
+    ],
+)
+def test_fields_of_another_type_are_refused_when_a_rule_is_made(fields: dict[str, object], expected: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        RouteRule(to="matrix", **fields)  # type: ignore[arg-type]
 
 
 def test_the_summary_counts_families_and_names_two_dimensional_params_left_aside() -> None:

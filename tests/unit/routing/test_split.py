@@ -34,6 +34,11 @@ from layerwise.routing.split import (
         ),
         ({"grid": (4, 0), "roles": "rc"}, "every axis must be positive."),
         (
+            {"grid": (4.0, 6), "roles": "rc"},
+            "axes and blocks must be whole numbers, got (4.0, 6), blocks () of axis 0.",
+        ),
+        ({"grid": (4, 6), "roles": "rc", "blocks": (2, 2.0)}, "must be whole numbers, got (4, 6), blocks (2, 2.0)"),
+        (
             {"grid": (8, 6), "roles": "rc", "blocks": (3, 3)},
             "blocks (3, 3) must be positive and sum to 8, got 6.",
         ),

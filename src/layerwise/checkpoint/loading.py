@@ -163,7 +163,7 @@ class _Beside:
                 else:
                     torch.cuda.set_rng_state(state, optimizer.engine.storage.device)
         for name, state in self.states.items():
-            take_place(extra[name], state)
+            take_place(extra[name], state, optimizer)
 
 
 def _beside(

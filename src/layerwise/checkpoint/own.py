@@ -7,7 +7,7 @@ import hashlib
 from typing import Any, NamedTuple
 
 from layerwise.checkpoint.bare import BareModule
-from layerwise.checkpoint.contents import Contents, Part
+from layerwise.checkpoint.contents import MODEL, Contents, Part
 from layerwise.checkpoint.files import bytes_of
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.comm.groups import share
@@ -29,22 +29,23 @@ class OwnBuffers(NamedTuple):
     @classmethod
     def of(cls, contents: Contents) -> OwnBuffers:
         """Call it on every rank: they compare."""
-        here = {f"{part.key} {part.box.starts}": part for part in contents.buffers()}
-        digests = {name: _digest(part) for name, part in here.items()}
+        groups, here = contents.groups, dict[str, Part]()
+        if groups.world == 1:
+            return cls((), [])
 
         def mine() -> dict[str, object]:
+            here.update((f"{part.key} {part.box.starts}", part) for part in contents.buffers())
             return {
                 "place": contents.place,
-                "all": digests,
+                "all": {name: _digest(part) for name, part in here.items()},
                 "written": [name for name, part in here.items() if part.is_mine],
             }
 
-        told: list[Any] = share(contents.groups, mine)
+        told: list[Any] = share(groups, mine)
         written = {name: theirs["all"][name] for theirs in told for name in theirs["written"]}
-        parts = (part for name, part in here.items() if digests[name] != written[name])
-        differ = any(digest != written[name] for theirs in told for name, digest in theirs["all"].items())
-        places = [theirs["place"] for theirs in told] if differ else []
-        return cls(tuple(by_itself(part, contents.groups.rank) for part in parts), places)
+        others = [{name for name, digest in theirs["all"].items() if digest != written[name]} for theirs in told]
+        parts = (by_itself(here[name], groups.rank) for name in sorted(others[groups.rank]))
+        return cls(tuple(parts), [theirs["place"] for theirs in told] if any(others) else [])
 
 
 def by_itself(part: Part, rank: int) -> Part:
@@ -66,7 +67,8 @@ def has_own_here(contents: Contents | BareModule, manifest: Manifest) -> bool:
         told: list[Any] = share(contents.groups, lambda: {"place": contents.place})
         if [theirs["place"] for theirs in told] == saved:
             return True
-    names = dict.fromkeys(repr(key.split(".", 3)[3]) for key in manifest.entries if key.startswith(f"{_OWN}."))
+    keys = (key for key in manifest.entries if key.startswith(f"{_OWN}."))
+    names = dict.fromkeys(repr(key.partition(f".{MODEL}.")[2][:200]) for key in keys)
     warn(
         f"buffers were each rank's own when the checkpoint was saved ({a_few(list(names))}), on other ranks than there are now: "
         "all begin with those of the first.",

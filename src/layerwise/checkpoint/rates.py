@@ -12,6 +12,7 @@ from layerwise.checkpoint.contents import Contents
 from layerwise.checkpoint.fitting import Names
 from layerwise.checkpoint.plain import number, to_plain
 from layerwise.errors import listed, warn
+from layerwise.optim.optimizer import Optimizer
 
 _GIVEN = "given_lr"
 """The lr that a group began with."""
@@ -73,10 +74,10 @@ def _stands_still(group: Mapping[str, Any], rates: Mapping[str, float]) -> bool:
     return _INITIAL not in group and rates.get(group["name"]) == 0 and float(group["lr"]) != 0
 
 
-def take_place(taker: Any, state: object) -> None:
-    """Have an object go on from its state. Of a scheduler that is the place that it had reached: its base rates are those that it was
-    built with, and the rates that it says were set last those of the optimizer."""
-    schedulers = list(_schedulers_in(taker))
+def take_place(taker: Any, state: object, optimizer: Optimizer | None) -> None:
+    """Have an object go on from its state. Of a scheduler of the optimizer that is the place that it had reached: its base rates are
+    those that it was built with, and the rates that it says were set last those of the optimizer."""
+    schedulers = list(_schedulers_in(taker)) if _steers(taker, optimizer) else []
     before = [getattr(scheduler, _BASES, None) for scheduler in schedulers]
     taker.load_state_dict(state)
     for scheduler, bases in zip(schedulers, before, strict=True):
@@ -84,6 +85,13 @@ def take_place(taker: Any, state: object) -> None:
             setattr(scheduler, _BASES, bases)
     if schedulers and hasattr(taker, _LAST):
         setattr(taker, _LAST, [group["lr"] for group in taker.optimizer.param_groups])
+
+
+def _steers(value: object, optimizer: Optimizer | None) -> bool:
+    """Whether something is a scheduler of torch's for an optimizer, or for what a framework has put around that."""
+    steered = getattr(value, "optimizer", None)
+    own = isinstance(value, LRScheduler) and optimizer is not None
+    return own and (steered is optimizer or getattr(steered, "optimizer", None) is optimizer)
 
 
 def _schedulers_in(value: object) -> Iterator[LRScheduler]:

@@ -124,9 +124,9 @@ def save_and_then(
         groups, "extra values", lambda: _about(contents, extra, beside), lambda about: {EXTRA: about[EXTRA]}
     )
 
-    on_first(groups, before)
     own = OwnBuffers.of(contents)
     about[PLACES] = own.places
+    on_first(groups, before)
 
     # What another process writes under the same name is not of this save.
     number = str(share(groups, lambda: {"number": secrets.token_hex(8)})[0]["number"])

@@ -7,6 +7,7 @@ A setting always takes a value (`--x.y {True,False}`, not `--x.no-y`), as it doe
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -115,8 +116,8 @@ class PlanCommand:
     tp: Annotated[int, tyro.conf.arg(metavar="T")] = 1
     """Ranks over which torch's parallelize_module() cuts linear layers, by their usual names."""
     layout: Annotated[str, tyro.conf.arg(metavar="LAYOUT")] = "all"
-    """flat, padded, compact, replicated, replicated:shared, padded:reference, padded:reference-numel or auto; several with commas between them. all: the first
-    four side by side, and which of them auto takes."""
+    """flat, padded, compact, replicated, replicated:shared, padded:reference, padded:reference-numel or auto; several
+    with commas between them. all: the first four side by side, and which of them auto takes."""
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of all params. None: the model's own, bf16 for presets."""
     quantize: Literal["mxfp8", "blockwise"] | None = None
@@ -187,6 +188,9 @@ class CkptCommand:
     """Print JSON instead of a table."""
 
 
+_OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What is wrong when nothing can be written any more."""
+
 Command = (
     Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
@@ -218,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_nowhere(sys.stdout.fileno())
         return FAILED
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno not in _OF_STREAMS:
             raise
         write_nowhere(sys.stdout.fileno())
         complain(f"stdout cannot be written: {error.strerror or error}.")

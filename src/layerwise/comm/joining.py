@@ -82,7 +82,7 @@ def init(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) 
         device: "cuda" (this rank's own GPU, by LOCAL_RANK), "cpu", or "auto": a GPU if torch sees one.
         timeout_s: how long a collective may take.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}.")
     local_rank = _from_environment("LOCAL_RANK") or 0
     chosen = _device(device, local_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def raising(error: BaseException) -> Any:
         (ZeroDivisionError("in a loss"), FAILED, "ZeroDivisionError: in a loss"),
         (MemoryError("no room"), FAILED, "MemoryError: no room"),
         (KeyboardInterrupt(), FAILED, "aborted."),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            ENVIRONMENT,
+            "run: No space left on device. The run needs it",
+        ),
+        (OSError(errno.ECONNRESET, "Connection reset by peer"), FAILED, "Traceback"),
         (ConfigError([Problem("data.path", "is gone.")]), BAD_INPUT, "data.path: is gone."),
         (PlanMismatchError("ranks 0 and 1 differ"), BAD_INPUT, "ranks 0 and 1 differ"),
     ],

@@ -9,6 +9,7 @@ import pytest
 
 from layerwise.cli import doctor
 from layerwise.cli.doctor import Finding
+from layerwise.cli.exits import BAD_INPUT, OK
 from layerwise.cli.main import main
 
 SMALL = (
@@ -117,6 +118,28 @@ def test_explain_lists_the_rules_that_were_tried(capsys: pytest.CaptureFixture[s
 def test_explain_of_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", *SMALL, "--explain", "blocks.0.attn.qkv.wieght"]) == 2
     assert "Did you mean 'blocks.0.attn.qkv.weight'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--parallel.fsdp", "2", "--world", "4"), "parallel.fsdp: expected fsdp=2 ranks, which is 2, got 4."),
+        (("--parallel.ep", "2", "--model.n-experts", "4", "--world", "3"), "parallel.ep: expected a multiple of ep=2"),
+        (("--parallel.ep", "2", "--model.n-experts", "4", "--record", "x"), "--record: is for a whole model, and with"),
+        (("--record", ""), "--record: is empty: expected a file to write"),
+    ],
+)
+def test_inspect_refuses_ranks_that_training_would_refuse(
+    words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", *SMALL, *words]) == BAD_INPUT
+    assert said in capsys.readouterr().err
+
+
+def test_inspect_without_a_number_of_ranks_takes_those_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, world in (((), 2), (("--parallel.fsdp", "4"), 4), (("--parallel.ep", "4", "--model.n-experts", "4"), 4)):
+        assert main(["inspect", *SMALL, *words, "--json"]) == OK
+        assert json.loads(capsys.readouterr().out)["world"] == world
 
 
 def test_inspect_takes_a_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:

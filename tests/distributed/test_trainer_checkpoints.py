@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,22 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path: Path, text: str, mo
     assert straight[0][3] != stopped[0][3]  # the hash sees what four steps change
 
 
+@pytest.mark.parametrize("log_every", [4, 5])
+def test_a_run_that_was_killed_behind_a_checkpoint_has_the_log_of_one_that_was_not(
+    tmp_path: Path, text: str, log_every: int
+) -> None:
+    """Also where a line is an average over steps from before and behind it."""
+    config = config_of(text, "flat", keep=8)
+    config = replace(config, train=replace(config.train, log_every=log_every, eval_every=3))
+    straight = run_ranks(2, train, config, str(tmp_path / "run"))
+    assert sorted(straight[0][0]) == sorted({3, 6, 8, log_every})
+    for number in (6, 8):
+        shutil.rmtree(tmp_path / "run" / f"step_0000000{number}")
+    for whole, second in zip(straight, run_ranks(2, train, config, str(tmp_path / "run")), strict=True):
+        assert second[0] == {step: loss for step, loss in whole[0].items() if step > 3}
+        assert second[2:] == whole[2:]
+
+
 def test_a_run_goes_on_to_the_bit_from_what_was_written_in_the_background(tmp_path: Path, text: str) -> None:
     config = config_of(text, "flat", every=1)
     aside = replace(config, checkpoint=replace(config.checkpoint, background=True))
@@ -170,6 +187,13 @@ def test_a_run_on_other_text_or_of_another_model_is_refused_by_name(tmp_path: Pa
     for said in run_ranks(2, other_text, other, str(tmp_path / "run")):
         assert "data: the checkpoint is of a run on other samples" in said
         assert "checkpoint.resume=false" in said
+    kept = replace(config, data=replace(config.data, val_fraction=0.5))
+    for said in run_ranks(2, other_text, kept, str(tmp_path / "run")):
+        assert "data: the checkpoint is of a run on other samples" in said
+        assert "bytes of it to validate" in said
+    heads = replace(config, model=replace(config.model, n_heads=4, n_kv_heads=2))  # of weights of the same shapes
+    for said in run_ranks(2, other_text, heads, str(tmp_path / "run")):
+        assert "model: the checkpoint is of another model: model.n_heads was 2, here 4, model.n_kv_heads was 1" in said
     wider = replace(config, model=replace(config.model, d_model=24))
     for said in run_ranks(2, other_text, wider, str(tmp_path / "run")):
         assert "CheckpointError: the checkpoint does not fit the model" in said

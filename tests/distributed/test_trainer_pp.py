@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from layerwise.comm.joining import Ranks, arrange
 from layerwise.comm.pipeline import Pipeline, Wires
 from layerwise.config.resolve import resolve_model
-from layerwise.config.schema import TrainConfig
+from layerwise.config.schema import RoutingConfig, TrainConfig
 from layerwise.train.data import Batch
+from layerwise.train.loop import prepare
 from layerwise.train.model import build_gpt, next_byte_loss
 from layerwise.train.stages import PipelinedModel, build_chunks
 from tests.distributed.trainer_jobs import CPU, Curve, largest_difference, several, small_config, train_on_rank
@@ -184,6 +186,35 @@ def _left_group(rank: int, world: int) -> list[str]:
 def test_a_pipeline_whose_group_the_user_left_says_so() -> None:
     for found in run_ranks(2, _left_group):
         assert all(said.startswith("StateError: the model belongs to a process group that is gone") for said in found)
+
+
+def _routes(rank: int, world: int, config: TrainConfig) -> list[str]:
+    """What becomes of the head, where it is; or why there is no run."""
+    ranks = Ranks(rank=rank, world=world, local_rank=rank, device=CPU)
+    found: list[str] = []
+
+    def look() -> None:
+        plan = prepare(config, ranks).optimizer.plan
+        found.extend(plan.routes[name].reason for name in plan.routes if name == "head.weight")
+
+    said = raised(look)
+    return found or [said]
+
+
+def test_a_rule_may_be_for_params_of_one_stage_and_not_for_none(tmp_path: Path, text: str) -> None:
+    rules = tmp_path / "rules.toml"
+    config = replace(
+        small_config(text, model={}, parallel={"pp": 2}, train={"accumulation": 2}),
+        routing=RoutingConfig(rules_file=str(rules)),
+    )
+    rules.write_text('[[rule]]\npattern = "head.weight"\nto = "matrix"\n')
+    assert run_ranks(2, _routes, config) == [
+        ["nothing was raised"],
+        ["matches the user's rule 1 ('head.weight')"],
+    ]
+    rules.write_text('[[rule]]\npattern = "heed.weight"\nto = "matrix"\n')
+    for (said,) in run_ranks(2, _routes, config):
+        assert "route rule 1 ('heed.weight') matches no param." in said
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -345,7 +345,7 @@ def _(rank: int, world: int) -> Scene:
     "gradients of plain params that nobody averaged",
     StateError,
     "param 'embed.weight' has another gradient on rank 1",
-    "average those",
+    "average its gradient over them",
     world=2,
 )
 def _(rank: int, world: int) -> Scene:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import suppress
 
 OK, FAILED, BAD_INPUT, ENVIRONMENT = 0, 1, 2, 3
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What errors of files say when nothing more can be written, wherever it would go."""
 
 
 def rank_from_environment(variable: str = "RANK") -> int:

@@ -18,6 +18,7 @@ from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_m
 from layerwise.cli.param_rows import ParamRow, RuleTotal, as_json, rows_of, totals_of
 from layerwise.cli.settings import load_settings
 from layerwise.config.load import Override
+from layerwise.config.parallelism import RECORDED_PARTS, has_parts, least_world, whole_model, world_problems
 from layerwise.config.resolve import matrix_rule
 from layerwise.config.rules import tp_mode_of
 from layerwise.config.schema import TrainConfig, is_sharded
@@ -44,7 +45,7 @@ class InspectRequest:
 
     model: str | None
     overrides: Sequence[Override]
-    world: int
+    world: int | None
     explain: str | None = None
     as_json: bool = False
     every_row: bool = False
@@ -78,7 +79,8 @@ def _run(request: InspectRequest) -> int:
 
             return seen.show(module, source, rules, as_json=request.as_json)
         evidence = _evidence(module, source, config, follow=request.trace)
-        plan, rows = _plan_and_rows(module, config, rules, request.world, evidence)
+        world = request.world or least_world(config.parallel)
+        plan, rows = _plan_and_rows(module, config, rules, world, evidence)
         if request.record is not None:
             _record(plan, request.record)
     except ConfigError as error:
@@ -92,6 +94,8 @@ def _run(request: InspectRequest) -> int:
     except ImportError as error:
         complain(f"inspect needs a package that cannot be imported: {error}. Run: pip install layerwise")
         return ENVIRONMENT
+    if config.parallel.pp > 1:
+        note(whole_model(config.parallel))
     doubt = suspicion(plan.routes, plan.table)
     if doubt is not None:
         note(f"warning: {doubt}")
@@ -105,7 +109,7 @@ def _run(request: InspectRequest) -> int:
 def _settings(request: InspectRequest) -> tuple[ModelSource, TrainConfig]:
     """What to build and with which settings, after everything that can be checked without torch."""
     problems = []
-    if not 1 <= request.world <= _MOST_RANKS:
+    if request.world is not None and not 1 <= request.world <= _MOST_RANKS:
         problems.append(Problem("--world", f"expected a number of ranks from 1 to {_MOST_RANKS}, got {request.world}."))
     if request.record == "":
         problems.append(Problem("--record", "is empty: expected a file to write, such as routing.json."))
@@ -114,7 +118,13 @@ def _settings(request: InspectRequest) -> tuple[ModelSource, TrainConfig]:
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
     if source.kind is ModelKind.TRAINER:
-        return source, load_settings(source.path or source.word or None, request.overrides, problems).config
+        config = load_settings(source.path or source.word or None, request.overrides, problems).config
+        misfits = world_problems(config.parallel, request.world or least_world(config.parallel))
+        if misfits:
+            raise ConfigError(misfits)
+        if request.record is not None and has_parts(config.parallel):
+            raise ConfigError([Problem("--record", RECORDED_PARTS)])
+        return source, config
     what = f"is about the trainer's own model, and MODEL is {request.model!r}. Leave it out."
     senseless = [override for override in request.overrides if override.flag.startswith("--model.")]
     problems += [Problem(override.flag, what) for override in senseless]

@@ -7,7 +7,6 @@ A setting always takes a value (`--x.y {True,False}`, not `--x.no-y`), as it doe
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from layerwise._version import __version__
-from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, complain, write_nowhere
+from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, NO_ROOM, complain, write_nowhere
 from layerwise.config.load import Override, split_overrides
 from layerwise.config.schema import (
     CheckpointConfig,
@@ -68,8 +67,8 @@ class InspectCommand:
     target: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """A config of the trainer, a Hugging Face config.json or model type (llama), or module:function that returns a
     module. Nothing: the trainer's defaults."""
-    world: Annotated[int, tyro.conf.arg(metavar="N")] = 2
-    """Number of ranks to plan for; none are started."""
+    world: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Number of ranks to plan for; none are started. None: 2, or the fewest that the config can be spread over."""
     layout: Annotated[str | None, tyro.conf.arg(metavar="LAYOUT")] = None
     """Short for --parallel.layout."""
     rules: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -188,9 +187,6 @@ class CkptCommand:
     """Print JSON instead of a table."""
 
 
-_OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What is wrong when nothing can be written any more."""
-
 Command = (
     Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
@@ -222,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_nowhere(sys.stdout.fileno())
         return FAILED
     except OSError as error:
-        if error.filename is not None or error.errno not in _OF_STREAMS:
+        if error.filename is not None or error.errno not in NO_ROOM:
             raise
         write_nowhere(sys.stdout.fileno())
         complain(f"stdout cannot be written: {error.strerror or error}.")
@@ -357,8 +353,11 @@ def _bench(command: BenchCommand) -> int:
         if value is not None and command.what == "ns":
             complain(f"bench ns takes no {name}: its matrices are given. bench step does.")
             return BAD_INPUT
-    from layerwise.cli import bench
-
+    try:
+        from layerwise.cli import bench
+    except ImportError as error:
+        complain(f"bench needs a package that cannot be imported: {error}. Run: pip install layerwise")
+        return ENVIRONMENT
     return bench.run(
         bench.BenchRequest(what=command.what, width=command.width, layers=command.layers, as_json=command.json)
     )

@@ -16,6 +16,7 @@ from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
 from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
 from layerwise.cli.plan_request import PlanRequest, checked_layouts
 from layerwise.cli.settings import load_settings
+from layerwise.config.parallelism import whole_model
 from layerwise.config.resolve import resolve_model
 from layerwise.config.rules import RULES_BY_KIND
 from layerwise.config.schema import TrainConfig
@@ -127,7 +128,7 @@ def _trainer_table(config: TrainConfig, request: PlanRequest) -> ParamTable:
     from layerwise.train.model import GPT
 
     if config.parallel.pp > 1:
-        note(f"note: parallel.pp = {config.parallel.pp} is left aside: the plan is for the whole model as one stage.")
+        note(whole_model(config.parallel))
     with shapes_only():
         module = GPT(resolve_model(config.model), experts=ExpertRanks(group=None, rank=0, world=request.local_experts))
     table = param_table(module.to(torch_dtype(DType(config.train.precision))))

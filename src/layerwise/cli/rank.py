@@ -6,14 +6,14 @@ import os
 import traceback
 
 from layerwise.cli.console import TrainConsole
-from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, OK, complain, note
+from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, NO_ROOM, OK, complain, note
 from layerwise.comm import joining
 from layerwise.config.schema import TrainConfig
 from layerwise.config.validate import TRACED_STEPS
 from layerwise.errors import CheckpointError, ConfigError, PlanMismatchError
 from layerwise.train.loop import train
 from layerwise.train.metrics import MetricsFile
-from layerwise.train.rundir import ConfigFile, create_run_dir, write_report
+from layerwise.train.rundir import ConfigFile, RunDir, create_run_dir, write_report
 
 
 def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
@@ -38,8 +38,10 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
         return FAILED
     except Exception as error:
         # A full disk, a folder that cannot be made.
-        if isinstance(error, OSError) and _is_of_run(error.filename, config):
-            complain(f"{error.filename}: {error.strerror or error}. The run needs it and ends here.")
+        if isinstance(error, OSError) and _is_of_run(error, config):
+            complain(
+                f"{error.filename or config.train.out_dir}: {error.strerror or error}. The run needs it and ends here."
+            )
             return ENVIRONMENT
         # A bug, here or in what the user plugged in: all of it must be seen.
         complain(traceback.format_exc())
@@ -48,15 +50,27 @@ def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
     return OK
 
 
-def _is_of_run(filename: object, config: TrainConfig) -> bool:
-    """Whether a file is one of the run's folder, or of one beside it with a number."""
+def _is_of_run(error: OSError, config: TrainConfig) -> bool:
+    """Whether it is about a file of the run's folder, or of one beside it with a number. A file that is open already has no name
+    in an error."""
     folder = config.train.out_dir
-    return str(filename).startswith((folder, os.path.abspath(folder)))
+    if error.filename is None:
+        return error.errno in NO_ROOM
+    return str(error.filename).startswith((folder, os.path.abspath(folder)))
 
 
 def _train_and_tell(config: TrainConfig, ranks: joining.Ranks, trace: str | None) -> None:
     """Rank 0's part: the same training, with a console, metrics and a report."""
     run_dir = create_run_dir(config)
+    with run_dir.claimed():
+        try:
+            _train_in(run_dir, config, ranks, trace)
+        except ConfigError:
+            run_dir.discard()
+            raise
+
+
+def _train_in(run_dir: RunDir, config: TrainConfig, ranks: joining.Ranks, trace: str | None) -> None:
     metrics = MetricsFile(run_dir.metrics)
     console = TrainConsole(config.train.steps)
     try:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note, rank_from_environment
 from layerwise.cli.settings import load_settings
@@ -92,6 +93,9 @@ def torchrun_words(nproc: int, argv: Sequence[str]) -> list[str]:
 
 
 def _exec_torchrun(nproc: int, argv: Sequence[str]) -> int:
+    if find_spec("torch") is None:
+        complain("training needs torch, which is not installed. Run: pip install layerwise")
+        return ENVIRONMENT
     words = torchrun_words(nproc, argv)
     # Without it every rank would start as many threads as there are cores.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc))

@@ -11,7 +11,8 @@ from torch import nn
 from layerwise.comm.groups import Groups, derive_together, share
 from layerwise.errors import PlanMismatchError, did_you_mean
 from layerwise.layout.plan import Plan
-from layerwise.models.table import domains_by_prefix, vocabulary_shapes
+from layerwise.models.table import domains_by_prefix, param_table, vocabulary_shapes
+from layerwise.routing.rules import RouteRule, rules_in_use
 from layerwise.routing.spec import EXPERT
 
 
@@ -27,6 +28,8 @@ class Roster:
     """Shapes of the embeddings of any stage: a linear layer onto the rows of one is an output head, wherever it is."""
     has_experts: bool
     """Whether any stage has params of the expert domain."""
+    rules: frozenset[str] = frozenset()
+    """What routing rules look for that have params on any stage; nothing where there is one stage, which must have them."""
 
     @property
     def stages_by_tie(self) -> dict[str, tuple[int, ...]]:
@@ -41,6 +44,7 @@ class Roster:
         trainables: Mapping[str, nn.Parameter],
         frozen: Collection[str],
         ties: Mapping[str, str],
+        rules: Sequence[RouteRule] | None = None,
     ) -> Roster:
         if len(groups.stages) == 1:
             return derive_together(
@@ -64,11 +68,19 @@ class Roster:
 
         gathered: list[Any] = share(groups, mine)
         stages = [gathered[min(ranks)] for ranks in groups.stages]
+        vocabularies = frozenset((rows, cols) for stage in stages for rows, cols in stage["vocabularies"])
+
+        def in_use() -> dict[str, Any]:
+            table = param_table(*chunks, vocabularies=vocabularies, ties=ties)
+            return {"rules": sorted(rules_in_use(table, rules))}
+
+        found: list[Any] = share(groups, in_use) if rules else []
         return cls(
             fqns=tuple(tuple(stage["fqns"]) for stage in stages),
             copies=_copies([stage["ties"] for stage in stages]),
-            vocabularies=frozenset((rows, cols) for stage in stages for rows, cols in stage["vocabularies"]),
+            vocabularies=vocabularies,
             has_experts=any(stage["experts"] for stage in stages),
+            rules=frozenset(label for theirs in found for label in theirs["rules"]),
         )
 
 

@@ -222,8 +222,38 @@ PARALLEL_CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     lambda config: _ddp_problems(config.parallel),
     lambda config: _shared_experts_problems(config.parallel),
     lambda config: _tensor_problems(config),
+    lambda config: _recorded_problems(config),
 )
 """Each on its own: what one has read is what its problems depend on."""
+
+
+def has_parts(parallel: ParallelConfig) -> bool:
+    """Whether ranks have only parts of the model's params, some of its stages or experts, as whole tensors."""
+    return not is_sharded(parallel) and parallel.pp * parallel.ep > 1
+
+
+RECORDED_PARTS = (
+    "is for a whole model, and with parallel.pp or parallel.ep ranks have parts of it: expected no recorded routing. Leave it "
+    "out, and say in routing.rules_file what the defaults get wrong."
+)
+"""What is wrong with a recorded routing there."""
+
+
+def _recorded_problems(config: TrainConfig) -> Iterator[Problem]:
+    if config.routing.recorded and has_parts(config.parallel):
+        yield Problem("routing.recorded", RECORDED_PARTS)
+
+
+def whole_model(parallel: ParallelConfig) -> str:
+    """What a plan of a model without its stages is not."""
+    return f"note: parallel.pp = {parallel.pp} is left aside: the plan is for the whole model as one stage."
+
+
+def least_world(parallel: ParallelConfig) -> int:
+    """Two ranks, or as many as a config needs at least."""
+    if is_sharded(parallel):
+        return parallel.replicate * parallel.fsdp * parallel.tp
+    return max(2, parallel.pp * parallel.ep)
 
 
 def world_problems(parallel: ParallelConfig, world: int) -> list[Problem]:

@@ -92,8 +92,9 @@ def _in_shards(storage: Storage, domain: str, communicator: Communicator) -> str
             if norm and other and abs(norm - other) > _NORM_TOLERANCE * max(norm, other):
                 return (
                     f"param {span.fqn!r} has another gradient {who} (norm {norm:.4g}, there {other:.4g}): it was not reduced, and "
-                    "copies would drift apart. fully_shard() and parallelize_module() reduce gradients of DTensors; average those "
-                    "of plain params over all ranks before step(), or shard them too."
+                    "copies would drift apart. fully_shard() averages gradients over its mesh; parallelize_module() does nothing beyond "
+                    "its own. Shard the param over the other ranks with fully_shard(), or average its gradient over them before "
+                    "step(). Where these are different params (experts of each rank), name them in param_domains()."
                 )
     return ""
 

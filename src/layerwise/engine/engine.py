@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
@@ -141,7 +142,8 @@ class Engine:
         self._tree = ModuleTree(self.chunks)
         self._frozen = {fqn: param for fqn, param in params.items() if not param.requires_grad}
         trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
-        self.roster = Roster.of(groups, self.chunks, trainables, self._frozen, settings.ties)
+        rules = settings.options.rules
+        self.roster = Roster.of(groups, self.chunks, trainables, self._frozen, settings.ties, rules)
         self.plan = derive_together(
             groups,
             "plans",
@@ -267,7 +269,7 @@ class Engine:
         _refuse_claimed(params, self.groups)
         plan = plan_for(
             self.chunks,
-            self.settings.options,
+            replace(self.settings.options, rules_elsewhere=self.roster.rules),
             world=self.groups.domains[DENSE].world,
             worlds={name: domain.world for name, domain in self.groups.domains.items()},
             ranks=self.groups.world,

@@ -40,6 +40,8 @@ class Options:
     """One of `LAYOUTS`, or "auto", which chooses for every buffer of matrices."""
     rules: Sequence[RouteRule] | None = None
     """Routing rules that come before the defaults."""
+    rules_elsewhere: frozenset[str] = frozenset()
+    """What rules look for that have params on another pipeline stage: here they may have none."""
     tp_mode: TpMode = "auto"
     """What becomes of matrices that tensor parallelism has cut, where no routing rule says otherwise."""
     strict: bool = False

@@ -290,7 +290,9 @@ def compare_plans(
     share is done once."""
     resolved = [resolve_layout(layout) for layout in layouts]
     world_by_domain = _worlds(table, world, worlds or {})
-    routes = route_by(table, options.rules, strict=options.strict, evidence=options.evidence)
+    routes = route_by(
+        table, options.rules, strict=options.strict, evidence=options.evidence, elsewhere=options.rules_elsewhere
+    )
     routes = in_blocks(table, routes, placed or {}, options.tp_mode)
     drafts: dict[Layout, Draft] = {}
 

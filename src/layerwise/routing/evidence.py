@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerwise.routing.compare import Disagreement, compare
@@ -58,17 +58,22 @@ class DisagreementError(ValueError):
 
 
 def route_by(
-    table: ParamTable, rules: Sequence[RouteRule] | None, *, strict: bool = False, evidence: Evidence | None = None
+    table: ParamTable,
+    rules: Sequence[RouteRule] | None,
+    *,
+    strict: bool = False,
+    evidence: Evidence | None = None,
+    elsewhere: Collection[str] = (),
 ) -> Mapping[str, Route]:
     """A route for every param. A user's rules come first, always; then what was recorded, or seen if that is to decide."""
     if evidence is None:
-        return route_params(table, rules, strict=strict)
+        return route_params(table, rules, strict=strict, elsewhere=elsewhere)
     if evidence.recorded is not None:
         evidence.recorded.check(table)
-        return route_params(table, rules, strict=strict, decide=evidence.recorded.route)
+        return route_params(table, rules, strict=strict, decide=evidence.recorded.route, elsewhere=elsewhere)
     decide = evidence.route_of if evidence.decides else None
     try:
-        routes = route_params(table, rules, strict=strict, decide=decide)
+        routes = route_params(table, rules, strict=strict, decide=decide, elsewhere=elsewhere)
     except RefusedError as error:
         raise RefusedError(fold_refusals(error.params, evidence.readings, table.by_name)) from None
     differ = [] if evidence.decides else compare(table, routes, evidence.readings)

@@ -3,7 +3,7 @@ matrix rule manages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -179,9 +179,11 @@ def route_params(
     *,
     strict: bool = False,
     decide: Decider | None = None,
+    elsewhere: Collection[str] = (),
 ) -> dict[str, Route]:
     """A route for every param: the user's rules first, then `decide`, then the defaults. A user's rule that matches nothing
-    is an error: it was meant for something. With `strict`, so is a param of two or more dims that only a fallback took."""
+    is an error, unless what it looks for is `elsewhere`: it was meant for something. With `strict`, so is a param of two or more
+    dims that only a fallback took."""
     rules = _checked(rules)
     unmatched = dict(enumerate(rules, start=1))
     routes: dict[str, Route] = {}
@@ -195,6 +197,7 @@ def route_params(
             refused.append(param)
         else:
             routes[param.fqn] = route
+    unmatched = {number: rule for number, rule in unmatched.items() if rule.label not in elsewhere}
     if unmatched:
         raise ValueError(_never_matched(unmatched, rules, table))
     if refused:
@@ -202,6 +205,12 @@ def route_params(
     if strict:
         refuse_fallbacks(table, routes)
     return routes
+
+
+def rules_in_use(table: ParamTable, rules: Sequence[RouteRule] | None) -> set[str]:
+    """What the rules look for that decide about a param here."""
+    hits = (_hit(param, _checked(rules)) for param in table)
+    return {hit[1].label for hit in hits if hit is not None}
 
 
 def route_param(param: ParamSpec, rules: Sequence[RouteRule] | None = None) -> Route:

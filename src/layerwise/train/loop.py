@@ -65,6 +65,8 @@ def train(
     first_bpb = last_bpb = before.first_val_bpb if before.step else run.evaluate(step=0)
     step = before.step
     total, outcome = config.train.steps, "finished"
+    if 0 < step < total and run.is_validated(step):  # whoever saved it may have been killed before that
+        last_bpb = run.evaluate(step)
     with StopRequest() as stop, ExitStack() as recording:
         for step in range(before.step + 1, total + 1):  # `step` counts finished steps; samples and rates count from 0
             if trace is not None and step == TRACED_STEPS[0]:
@@ -81,7 +83,7 @@ def train(
                 outcome, is_last = "stopped", True
             if is_last or saved.is_due(step):  # before validation: who is asked to stop may not have the time for both
                 run.save(saved, step, first_bpb)
-            if is_last or (config.train.eval_every and step % config.train.eval_every == 0):
+            if is_last or run.is_validated(step):
                 last_bpb = run.evaluate(step)
             if is_last:
                 break
@@ -190,6 +192,9 @@ class Run:
         self.tell(record)
         meter.lap_started_s = time.perf_counter()
 
+    def is_validated(self, step: int) -> bool:
+        return self.config.train.eval_every > 0 and step % self.config.train.eval_every == 0
+
     def evaluate(self, step: int) -> float:
         """Validation loss in bits per byte, over all ranks."""
         began_s = time.perf_counter()
@@ -220,11 +225,12 @@ class Run:
     def go_on(self, saved: Saved) -> Progress:
         """Continue where the last checkpoint is, if there is one: with the sample after its last."""
         progress = saved.resume(Progress(data=self._data))
-        batching = self.loader.batching.going_on(progress.step, progress.samples)
-        self.loader = replace(self.loader, batching=batching)
+        self.loader = replace(self.loader, batching=self.loader.batching.going_on(progress.step, progress.samples))
         return progress
 
     def save(self, saved: Saved, step: int, first_bpb: float) -> None:
+        if self.meter.steps:  # who goes on from here knows nothing of them
+            self.log(step)
         began_s = time.perf_counter()
         samples = self.loader.batching.samples_before(step)
         saved.save(Progress(data=self._data, step=step, samples=samples, first_val_bpb=first_bpb))
@@ -233,7 +239,8 @@ class Run:
     @property
     def _data(self) -> str:
         """What decides which sample comes when."""
-        return f"text {self.corpus.digest}, sequences of {self.loader.seq_len}, seed {self.loader.seed}"
+        text, loader = self.corpus, self.loader
+        return f"text {text.digest}, {text.val.numel()} bytes of it to validate, sequences of {loader.seq_len}, seed {loader.seed}"
 
     def record(self, first_step: int = 0) -> RunRecord:
         """How this run begins, after so many steps of another one."""
@@ -386,6 +393,8 @@ def _routing_as_configuration(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if config.routing.rules_file or config.routing.strict:
-            raise ConfigError([Problem(config.routing.rules_file or "routing.strict", str(error))]) from error
+        routing = config.routing
+        where = routing.rules_file or ("routing.recorded" if routing.recorded else "routing.strict")
+        if routing.rules_file or routing.recorded or routing.strict:
+            raise ConfigError([Problem(where, str(error))]) from error
         raise

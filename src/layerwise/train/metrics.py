@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -169,6 +169,8 @@ class MetricsFile:
         self.path = path
         self.failure: str | None = None
         """Why writing stopped, for the one who talks to the user."""
+        self._first_step: int | None = None
+        """Where a run went on from, if it did."""
         # line by line, so that the file can be read while the run goes on
         self._file: TextIO | None = path.open("a", encoding="utf-8", buffering=1)
 
@@ -177,17 +179,19 @@ class MetricsFile:
             return
         try:
             if isinstance(record, RunRecord) and record.first_step:
-                self._forget_after(record.first_step)
+                self._first_step = record.first_step
+                # A run goes on from a checkpoint of this step: what came after it never was.
+                self._forget(lambda one: _step_of(one) > record.first_step or one.get("kind") == "end")
+            if isinstance(record, EvalRecord) and record.step == self._first_step:  # validated once more
+                self._forget(lambda one: one.get("kind") == "eval" and _step_of(one) == record.step)
             self._file.write(to_json(record) + "\n")
         except OSError as error:
             self.failure = f"metrics are no longer written to {self.path}: {error}. Training goes on."
             self.close()
 
-    def _forget_after(self, step: int) -> None:
-        """A run goes on from a checkpoint of this step: what came after it never was."""
-        kept = [
-            record for record in read_metrics(self.path) if _step_of(record) <= step and record.get("kind") != "end"
-        ]
+    def _forget(self, what: Callable[[Mapping[str, object]], bool]) -> None:
+        """Take records out again."""
+        kept = [record for record in read_metrics(self.path) if not what(record)]
         replace_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         if self._file is not None:
             self._file.close()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from layerwise.checkpoint.folder import found
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig
-from layerwise.errors import warn
+from layerwise.errors import ConfigError, Problem, warn
 from layerwise.train.metrics import Record, RunRecord, read_metrics, replace_text
 from layerwise.train.report import html_report, loss_curve
 
@@ -32,6 +35,31 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """No other run writes in here meanwhile. A process that ends, however it does, claims nothing any more."""
+        with open(self._lock, "a", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                what = f"another run is at work in {str(self.root)!r}: expected one at a time. Wait for it, stop it, or name another folder."
+                raise ConfigError([Problem("train.out_dir", what)]) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+
+    def discard(self) -> None:
+        """Leave nothing of a run that was refused before it began."""
+        if self.metrics.exists() and not self.metrics.stat().st_size and not found(self.checkpoints):
+            for path in (self.config, self.metrics, self._lock):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody has put something beside it
+                self.root.rmdir()
+
+    @property
+    def _lock(self) -> Path:
+        return self.root / ".lock"
+
     @property
     def curve(self) -> Path:
         return self.root / "loss.svg"
@@ -45,6 +73,7 @@ def create_run_dir(config: TrainConfig) -> RunDir:
     """Make the folder and put the resolved config in it. The first of `out_dir`, `out_dir-2`, ... that holds no run; or, with
     checkpoints, one to go on from, whose config is replaced once it does: see `ConfigFile`."""
     wanted = Path(config.train.out_dir)
+    wanted = wanted if wanted.name else wanted.absolute()  # "." has no name to put a number behind
     for number in itertools.count(1):
         run = RunDir(wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}"))
         if config.checkpoint.every and config.checkpoint.resume and found(run.checkpoints):
@@ -56,6 +85,9 @@ def create_run_dir(config: TrainConfig) -> RunDir:
                 file.write(dump_json(config))
         except FileExistsError:
             continue
+        except OSError:  # a full disk: what is there would keep the name
+            run.config.unlink(missing_ok=True)
+            raise
         return run
     raise AssertionError("unreachable: there is always a next number")
 
@@ -78,5 +110,5 @@ class ConfigFile:
 def write_report(run: RunDir) -> None:
     """Draw the loss curve and the summary page from what the run wrote down."""
     records = read_metrics(run.metrics)
-    run.curve.write_text(loss_curve(records) + "\n", encoding="utf-8")
-    run.report.write_text(html_report(records), encoding="utf-8")
+    replace_text(run.curve, loss_curve(records) + "\n")
+    replace_text(run.report, html_report(records))

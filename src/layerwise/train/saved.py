@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import layerwise
 from layerwise.comm import joining
 from layerwise.config.load import dump_json
 from layerwise.config.schema import TrainConfig
-from layerwise.errors import ConfigError, Problem
+from layerwise.errors import ConfigError, Problem, a_few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,10 @@ class Saved:
                 f"the checkpoint is of a run on other samples ({progress.data}; here {start.data}): expected the same."
             )
             raise ConfigError([Problem("data", f"{what} Set checkpoint.resume=false to begin a new run.")])
+        differ = _differences(found.extra["config"], self.config)
+        if differ:
+            what = f"the checkpoint is of another model: {a_few(differ)}."
+            raise ConfigError([Problem("model", f"{what} Set checkpoint.resume=false to begin a new run.")])
         steps = self.config.train.steps
         if progress.step > steps:
             what = f"the checkpoint is of step {progress.step}, past train.steps={steps}: expected as many or more."
@@ -92,3 +97,9 @@ class Saved:
         if self.checkpoints is not None:
             extra = {"progress": asdict(progress), "config": dump_json(self.config)}
             self.checkpoints.save(self.model, self.optimizer, step=progress.step, extra=extra)
+
+
+def _differences(saved: str, config: TrainConfig) -> list[str]:
+    """In which settings of the model two configs differ. Shapes are not all: as many weights may be of fewer heads."""
+    theirs, ours = json.loads(saved)["model"], json.loads(dump_json(config))["model"]
+    return [f"model.{name} was {theirs[name]}, here {ours[name]}" for name in theirs if theirs[name] != ours.get(name)]

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from layerwise.comm.joining import Ranks
 from layerwise.config.schema import (
+    CheckpointConfig,
     DataConfig,
     LoopConfig,
     ModelConfig,
@@ -20,6 +22,7 @@ from layerwise.config.schema import (
     TrainConfig,
 )
 from layerwise.errors import ConfigError
+from layerwise.routing.record import routing_to_json
 from layerwise.train import stop as stopping
 from layerwise.train.loop import prepare, train
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
@@ -78,6 +81,33 @@ def test_a_run_tells_its_story_in_order_and_learns(text: str) -> None:
     assert end.final_val_bpb < end.first_val_bpb - 1.0
     losses = [record.loss for record in recorder.records if isinstance(record, StepRecord)]
     assert losses[-1] < losses[0]
+
+
+def test_what_a_killed_run_was_to_validate_is_validated(text: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(config_of(text), checkpoint=CheckpointConfig(every=3))
+    straight = Recorder()
+    train(config, ALONE, (straight,), checkpoints=tmp_path)
+    assert straight.steps(StepRecord) == [2, 3, 4, 6]
+    shutil.rmtree(tmp_path / "step_00000006")
+    again = Recorder()
+    train(config, ALONE, (again,), checkpoints=tmp_path)
+    assert again.steps(StepRecord) == [4, 6]
+    assert again.steps(EvalRecord) == [3, 6]
+    bits = [
+        {record.step: record.val_bpb for record in recorder.records if isinstance(record, EvalRecord)}
+        for recorder in (straight, again)
+    ]
+    assert bits[1] == {step: value for step, value in bits[0].items() if step}
+
+
+def test_a_routing_of_another_model_is_a_problem_of_the_configuration(text: str, tmp_path: Path) -> None:
+    found = prepare(config_of(text), ALONE).optimizer.plan
+    (tmp_path / "routing.json").write_text(routing_to_json(found.table, found.routes))
+    config = dataclasses.replace(config_of(text), routing=RoutingConfig(recorded=str(tmp_path / "routing.json")))
+    assert prepare(config, ALONE).optimizer.plan.route("head.weight").reason.endswith("routing.json)")
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, d_model=64))
+    with pytest.raises(ConfigError, match=r"routing.recorded: the recorded routing .* is not of this model"):
+        prepare(wider, ALONE)
 
 
 def test_the_last_step_is_logged_and_validated_once_whatever_the_intervals(text: str) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from layerwise.config.load import load
 from layerwise.config.schema import LoopConfig, TrainConfig
+from layerwise.errors import ConfigError
+from layerwise.train import rundir
 from layerwise.train.metrics import (
     SCHEMA,
     EndRecord,
@@ -170,6 +172,72 @@ def test_what_a_run_goes_on_from_is_kept_when_the_disk_is_full(tmp_path: Path, m
         ("run", None),
         ("step", 2),
     ]
+
+
+def test_what_is_validated_once_more_is_there_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for record in (run_record(), eval_record(0), step_record(3), eval_record(3), step_record(4), end_record(4)):
+        file.write(record)
+    file.close()
+    file = MetricsFile(path)
+    file.write(replace(run_record(), first_step=3))
+    assert [record["kind"] for record in read_metrics(path)] == ["run", "eval", "step", "eval", "run"]
+    file.write(eval_record(3))
+    file.write(step_record(4))
+    file.close()
+    assert [(record["kind"], record.get("step")) for record in read_metrics(path)] == [
+        ("run", None),
+        ("eval", 0),
+        ("step", 3),
+        ("run", None),
+        ("eval", 3),
+        ("step", 4),
+    ]
+
+
+def test_two_runs_are_not_at_work_in_one_folder(tmp_path: Path) -> None:
+    run = create_run_dir(TrainConfig(train=LoopConfig(out_dir=str(tmp_path / "run"))))
+    said = r"train.out_dir: another run is at work in '.*run'"
+    with run.claimed(), pytest.raises(ConfigError, match=said), run.claimed():
+        pass
+    with run.claimed():
+        pass
+
+
+def test_a_run_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
+    run = create_run_dir(TrainConfig(train=LoopConfig(out_dir=str(tmp_path / "run"))))
+    with run.claimed():
+        file = MetricsFile(run.metrics)
+        file.close()
+        run.discard()
+    assert not list(tmp_path.iterdir())
+    run = create_run_dir(TrainConfig(train=LoopConfig(out_dir=str(tmp_path / "run"))))
+    file = MetricsFile(run.metrics)
+    file.write(run_record())
+    file.close()
+    run.discard()
+    assert run.config.exists()
+
+
+def test_the_folder_that_one_is_in_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config = TrainConfig(train=LoopConfig(out_dir="."))
+    assert [create_run_dir(config).root.resolve().name for _ in range(2)] == ["here", "here-2"]
+
+
+def test_a_full_disk_leaves_no_name_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(train=LoopConfig(out_dir=str(tmp_path / "run")))
+
+    def fail(config: TrainConfig) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(rundir, "dump_json", fail)
+        with pytest.raises(OSError, match="No space left"):
+            create_run_dir(config)
+    assert create_run_dir(config).root == tmp_path / "run"
 
 
 def test_no_run_overwrites_another(tmp_path: Path) -> None:

@@ -148,6 +148,10 @@ def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
             ("--parallel.tp", "4", "--model.hidden", "130"),
             "parallel.tp: expected a divisor of the MLP's width 130, got 4.",
         ),
+        (
+            (*PIPELINE, "--routing.recorded", "routing.json"),
+            "routing.recorded: is for a whole model, and with parallel.pp or parallel.ep ranks have parts of it",
+        ),
         (("--parallel.tp", "2", "--optim.qk-clip", "100"), "optim.qk_clip: expected none with tp=2, got 100.0"),
         (
             (*EXPERTS, "--parallel.fsdp", "2", "--parallel.replicate", "2", "--parallel.ep", "4"),

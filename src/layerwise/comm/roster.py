@@ -74,7 +74,7 @@ class Roster:
             table = param_table(*chunks, vocabularies=vocabularies, ties=ties)
             return {"rules": sorted(rules_in_use(table, rules))}
 
-        found: list[Any] = share(groups, in_use) if rules else []
+        found: list[Any] = share(groups, in_use)  # whoever has rules: each stage may have its own
         return cls(
             fqns=tuple(tuple(stage["fqns"]) for stage in stages),
             copies=_copies([stage["ties"] for stage in stages]),

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import layerwise
 from layerwise.comm.groups import NO_GROUPS
 from layerwise.comm.roster import Roster, _copies, _describe_ties, check_alike, cuts_of_ties
 from layerwise.layout.options import Options
@@ -13,6 +15,7 @@ from layerwise.layout.plan import make_plan
 from layerwise.models.table import named_trainables
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
+from tests.ranks import run_ranks
 
 
 def copy_of(fqn: str, shape: tuple[int, ...] = (7, 4), dtype: str = "torch.float32") -> dict[str, object]:
@@ -95,3 +98,13 @@ def test_how_a_tied_weight_is_stored_and_routed_is_told_in_words(layout: str, ex
     plan = make_plan(ParamTable(params), Options(layout=layout, rules=[rule]), world=2)
     route = {"route": "matrix", "matrices": "[(6, 5)]", "options": "{'lr': 0.5}"}
     assert cuts_of_ties(plan) == {"t": {"layout": layout, **expected, **route}}
+
+
+def rules_of_my_own(rank: int, world: int) -> str:
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
+    rules = [layerwise.RouteRule(pattern="weight", to="other")] if rank else None
+    return layerwise.DataParallel(nn.Linear(4, 4), mesh=mesh, rules=rules).plan.routes["weight"].family
+
+
+def test_stages_may_have_rules_of_their_own() -> None:
+    assert run_ranks(3, rules_of_my_own) == ["matrix", "other", "other"]

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import layerwise
+from tests.marks import sampled
 from tests.ranks import run_ranks
 
 STEPS = 2
@@ -100,9 +101,9 @@ def go_on(rank: int, world: int, folder: str, before: str, after: str, backgroun
     return same(straight.everything(), again.everything()), warned
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", sampled([False, True], True))
 @pytest.mark.parametrize(("before", "after"), [("flat", "flat"), ("flat", "compact"), ("fsdp2", "fsdp2")])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", sampled([2, 3], 3))
 def test_a_run_goes_on_to_the_bit_with_what_was_each_ranks_own(
     tmp_path: Path, world: int, before: str, after: str, background: bool
 ) -> None:

@@ -45,7 +45,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 def plain_dtype(dtype: torch.dtype, owner: str) -> DType:
     """The plan's name for a torch dtype; `owner` is named in the error."""
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{owner} must be a dtype of torch, such as torch.float32, got {dtype!r}.")
+        raise TypeError(f"{owner} is {dtype!r}: expected one of torch.float32, torch.bfloat16, torch.float16.")
     found = _DTYPE_BY_TORCH.get(dtype)
     if found is None:
         raise TypeError(f"{owner} has dtype {dtype}: expected one of fp32, bf16, fp16. Convert or freeze it first.")

@@ -57,7 +57,9 @@ def test_dtypes_go_there_and_back(dtype: DType) -> None:
 def test_a_dtype_without_a_name_is_refused_with_its_owner() -> None:
     with pytest.raises(TypeError, match=r"param 'w' has dtype torch.int8: expected one of fp32, bf16, fp16"):
         plain_dtype(torch.int8, "param 'w'")
-    with pytest.raises(TypeError, match=r"grad_dtype must be a dtype of torch, such as torch.float32, got 'fp32'"):
+    with pytest.raises(
+        TypeError, match=r"grad_dtype is 'fp32': expected one of torch.float32, torch.bfloat16, torch.float16"
+    ):
         layerwise.DataParallel(nn.Linear(2, 2), grad_dtype="fp32")  # type: ignore[arg-type]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -208,17 +207,13 @@ class Contents:
             if box.numel or not tensor.numel():
                 local = local_of(tensor).detach()
                 # Ranks may have buffers of their own: those that belong together must come from one of them.
-                writers = copies if name in self._param_names else copies[:1]
+                writers = copies if name in self.engine.plan.table.by_name else copies[:1]
                 yield self._part(key, name, tuple(tensor.shape), box, local, writers, self._rank(name))
 
     def buffers(self) -> Iterator[Part]:
         """Of those, what is no param."""
-        params = {f"{MODEL}.{self.name_of(fqn)}" for fqn in self._param_names}
+        params = {f"{MODEL}.{self.name_of(param.fqn)}" for param in self.engine.plan.table}
         yield from (part for part in self.constants() if part.key not in params)
-
-    @cached_property
-    def _param_names(self) -> frozenset[str]:
-        return frozenset(param.fqn for param in self.engine.plan.table)
 
     @property
     def place(self) -> list[Any]:

@@ -56,6 +56,10 @@ class InspectRequest:
     record: str | None = None
     """A file to write the routing to."""
 
+    def ranks_of(self, config: TrainConfig) -> int:
+        """How many ranks to plan for."""
+        return self.world or least_world(config.parallel)
+
 
 def run(request: InspectRequest) -> int:
     """Print the plan and return the exit code."""
@@ -79,8 +83,7 @@ def _run(request: InspectRequest) -> int:
 
             return seen.show(module, source, rules, as_json=request.as_json)
         evidence = _evidence(module, source, config, follow=request.trace)
-        world = request.world or least_world(config.parallel)
-        plan, rows = _plan_and_rows(module, config, rules, world, evidence)
+        plan, rows = _plan_and_rows(module, config, rules, request.ranks_of(config), evidence)
         if request.record is not None:
             _record(plan, request.record)
     except ConfigError as error:
@@ -119,7 +122,7 @@ def _settings(request: InspectRequest) -> tuple[ModelSource, TrainConfig]:
         raise ConfigError([*error.problems, *problems]) from None
     if source.kind is ModelKind.TRAINER:
         config = load_settings(source.path or source.word or None, request.overrides, problems).config
-        misfits = world_problems(config.parallel, request.world or least_world(config.parallel))
+        misfits = world_problems(config.parallel, request.ranks_of(config))
         if misfits:
             raise ConfigError(misfits)
         if request.record is not None and has_parts(config.parallel):

@@ -24,7 +24,7 @@ from pathlib import Path
 from layerwise.config.rules import RULES_BY_KIND, AdaMuon, AdamW, Lion, Muon, NorMuon, Rule
 from layerwise.errors import ConfigError, Problem, did_you_mean, shown
 from layerwise.routing.rules import RouteRule
-from layerwise.routing.split import Split
+from layerwise.routing.split import Split, is_size
 
 _RULES_BY_FAMILY: dict[object, tuple[type[Rule], ...]] = {
     "matrix": (Muon, NorMuon, AdaMuon, AdamW),  # AdamW: matrices may be under the element-wise baseline
@@ -170,13 +170,13 @@ def _text(value: object) -> str:
 
 
 def _integer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_size(value):
         raise _Unfit("an integer")
     return value
 
 
 def _integers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+    if not isinstance(value, list) or not all(map(is_size, value)):
         raise _Unfit("a list of integers")
     return tuple(value)
 

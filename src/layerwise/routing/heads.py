@@ -19,6 +19,7 @@ from typing import Literal
 from layerwise.errors import did_you_mean, listed
 from layerwise.routing.geometry import Box, collapse
 from layerwise.routing.spec import DENSE, ParamSpec, ParamTable
+from layerwise.routing.split import is_size
 
 Role = Literal["query", "key", "query_alone"]
 Order = Literal["blocks", "groups"]
@@ -153,7 +154,7 @@ class AttentionHeads:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return is_size(value) and value > 0
 
 
 def _groups(n_heads: int, n_kv_heads: int | None, head_dim: int) -> tuple[list[tuple[int, ...]], int]:

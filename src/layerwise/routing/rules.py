@@ -209,7 +209,8 @@ def route_params(
 
 def rules_in_use(table: ParamTable, rules: Sequence[RouteRule] | None) -> set[str]:
     """What the rules look for that decide about a param here."""
-    hits = (_hit(param, _checked(rules)) for param in table)
+    checked = _checked(rules)
+    hits = (_hit(param, checked) for param in table)
     return {hit[1].label for hit in hits if hit is not None}
 
 

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import TypeGuard
 
 from layerwise.routing.geometry import Box
 
@@ -143,7 +144,7 @@ class Split:
         return found
 
 
-def is_size(value: object) -> bool:
+def is_size(value: object) -> TypeGuard[int]:
     """Whether it is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -388,7 +388,60 @@ def quantized_memory(data: dict[str, Any]) -> str:
     )
 
 
+def loss_over_time(data: dict[str, Any]) -> str:
+    tried = {arm: ", ".join(str(run["lr"]) for run in data["runs"] if run["arm"] == arm) for arm in data["best"]}
+    return markdown(
+        [
+            f"on one {data['host']['gpu']}",
+            "learning rates tried",
+            "best",
+            f"validation loss after {data['steps']} steps, nats per byte",
+            "ms per step",
+            "seconds until AdamW's last loss",
+        ],
+        [
+            [arm, tried[arm], run["lr"], f"{run['val_loss']:.3f}", run["ms_per_step"], f"{run['seconds_to_adamw']:.1f}"]
+            for arm, run in data["best"].items()
+        ],
+    )
+
+
+def claims(data: dict[str, Any]) -> str:
+    """The measured claims of README.md."""
+    steps = json.loads((RESULTS / "optimizer_step.json").read_text())
+    ms = {name: f"{row['ms']:.1f} ms" for name, row in steps["rows"].items()}
+    (peer,) = (name for name in ms if name.startswith("gram-newton-schulz"))
+    seconds = {arm: f"{run['seconds_to_adamw']:.1f}" for arm, run in data["best"].items()}
+    return markdown(
+        ["measured", "layerwise", "baseline", "on", "command"],
+        [
+            [
+                "seconds until AdamW's last loss (chart)",
+                f"**{seconds['layerwise Muon']}**",
+                f"{seconds['torch AdamW']}, torch's fused AdamW; {seconds['torch.optim.Muon']}, `torch.optim.Muon`",
+                f"one {data['host']['gpu']}, 1 rank",
+                f"`{data['command']}`",
+            ],
+            [
+                "optimizer step, 24-layer GPT of width 1024",
+                f"**{ms['layerwise Muon']}**",
+                f"{ms[peer]}, {peer.removesuffix(' Muon')}; {ms['torch Muon']}, `torch.optim.Muon`",
+                f"one {steps['host']['gpu']}, 1 rank",
+                f"`{steps['command']}`",
+            ],
+            [
+                "weights that differ from a single process, where sums are exact",
+                "**none, to the bit**",
+                "one process, no sharding",
+                "CPU, gloo, 1 to 4 ranks",
+                "`make test`",
+            ],
+        ],
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "claims": ("loss_over_time", claims),
     "convergence": ("convergence", convergence),
     "convergence_sweep": ("convergence", convergence_sweep),
     "flat": ("layouts", flat),
@@ -397,6 +450,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "layouts": ("layouts", layouts),
     "layouts_reference": ("layouts", layouts_reference),
     "fsdp": ("fsdp", fsdp),
+    "loss_over_time": ("loss_over_time", loss_over_time),
     "newton_schulz": ("newton_schulz", newton_schulz),
     "newton_schulz_accuracy": ("newton_schulz", newton_schulz_accuracy),
     "optimizer_step": ("optimizer_step", optimizer_step),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from benchmarks import loss_over_time
 from benchmarks.tables import pages, render
 from tests.ranks import run_ranks
 
@@ -62,3 +64,14 @@ def test_links_between_pages_lead_to_files() -> None:
         if not target.startswith("http") and not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_the_chart_and_its_summary_are_those_of_the_measured_runs() -> None:
+    report = json.loads(loss_over_time.RESULTS.read_text())
+    assert report["best"] == loss_over_time.summary(report)
+    assert loss_over_time.CHART.read_text() == loss_over_time.chart(report), (
+        "run: python benchmarks/loss_over_time.py --draw"
+    )
+    for arm, best in report["best"].items():  # a best rate at an end of the sweep would not be known to be the best
+        rates = sorted(run["lr"] for run in report["runs"] if run["arm"] == arm)
+        assert rates[0] < best["lr"] < rates[-1], arm

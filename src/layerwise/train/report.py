@@ -82,8 +82,8 @@ class _Frame:
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def line_chart(title: str, y_label: str, lines: Sequence[Series]) -> str:
-    """An SVG of lines over steps, readable on its own."""
+def line_chart(title: str, y_label: str, lines: Sequence[Series], x_label: str = "step") -> str:
+    """An SVG of lines over steps or another quantity, readable on its own."""
     points = [point for line in lines for point in line.points]
     if not points:
         points = [(0.0, 0.0), (1.0, 1.0)]
@@ -95,7 +95,7 @@ def line_chart(title: str, y_label: str, lines: Sequence[Series]) -> str:
         f'role="img" aria-label="{escape(title)}" font-family="system-ui,sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="18" font-size="14" fill="#222">{escape(title)}</text>',
-        *_axes(frame, y_label),
+        *_axes(frame, x_label, y_label),
         *(_polyline(frame, line) for line in lines if line.points),
         *_legend(lines),
         "</svg>",
@@ -103,7 +103,7 @@ def line_chart(title: str, y_label: str, lines: Sequence[Series]) -> str:
     return "\n".join(parts)
 
 
-def _axes(frame: _Frame, y_label: str) -> list[str]:
+def _axes(frame: _Frame, x_label: str, y_label: str) -> list[str]:
     parts = []
     for tick in nice_ticks(frame.low_y, frame.high_y):
         y = frame.y(tick)
@@ -113,7 +113,7 @@ def _axes(frame: _Frame, y_label: str) -> list[str]:
         x = frame.x(tick)
         parts.append(f'<text x="{x}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle" fill="#555">{tick:.6g}</text>')
     middle = (_HEIGHT - _BOTTOM + _TOP) / 2
-    parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle" fill="#555">step</text>')
+    parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle" fill="#555">{escape(x_label)}</text>')
     parts.append(
         f'<text x="14" y="{middle}" text-anchor="middle" fill="#555" transform="rotate(-90 14 {middle})">'
         f"{escape(y_label)}</text>"

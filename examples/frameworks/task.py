@@ -68,7 +68,7 @@ def build(seed: int = 1) -> Model:
     return Model()
 
 
-def rules(lr: float = 0.03) -> dict[str, Any]:
+def rules(lr: float = 0.01) -> dict[str, Any]:
     """Arguments of `layerwise.Optimizer`."""
     return {"matrix": layerwise.Muon(lr=lr, weight_decay=0.1), "other": layerwise.AdamW(lr=lr)}
 

@@ -32,7 +32,7 @@ LIBRARIES = {
 """Scripts, with a word for those that cut the model, and what each needs."""
 TOLERANCE = 2e-3
 """Gradients of the same sequences, dealt to ranks in another order: fp32 sums round differently, and Newton-Schulz in bf16 makes more of it. Losses fall by
-a fifth meanwhile."""
+a twentieth meanwhile."""
 
 
 def free_port() -> str:
@@ -99,7 +99,7 @@ def script(request: pytest.FixtureRequest) -> str:
 
 def test_it_follows_the_plain_loop_and_goes_on_from_its_own_checkpoint(script: str, tmp_path: Path) -> None:
     expected = plain()
-    assert expected[-1] < 0.85 * expected[0]
+    assert expected[-1] < 0.96 * expected[0]
     half = STEPS // 2
     before = losses_of(script, half, tmp_path)
     assert len(before) == half

@@ -36,7 +36,7 @@ def main() -> int:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8))
     model = layerwise.DataParallel(module, layout="flat")
-    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.05), other=layerwise.AdamW(lr=0.01))
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.01), other=layerwise.AdamW(lr=0.01))
     inputs, targets = torch.randn(ranks.world, 16, 24), torch.randn(ranks.world, 16, 8)
     losses = []
     for _ in range(_STEPS):

@@ -4,7 +4,7 @@
     python benchmarks/loss_over_time.py --draw    # summary and chart alone, from the committed JSON
 
 The model is the GPT of end_to_end.py: 355 M params in fp32, products in bf16 by autocast, blocks compiled, 16,384 tokens a step. Every arm clips
-gradients to a norm of 1.0, warms up for 20 steps and decays linearly to zero. Each arm runs at three rates, a factor of two apart, and its best rate is drawn.
+gradients to a norm of 1.0, warms up for 20 steps and decays linearly to zero. Each arm runs at three rates, a factor of two apart, and its best rate is drawn. One more arm is in the JSON alone: layerwise with the settings of `torch.optim.Muon`.
 Seconds count training alone, without compilation and validation. Writes benchmarks/results/loss_over_time.json and docs/images/loss_over_time.svg.
 """
 
@@ -15,7 +15,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import layerwise
-from benchmarks.end_to_end import DEVICE, SHAPE
+from benchmarks.end_to_end import DEVICE, SHAPE, WHOLE
 from layerwise.config.schema import DataConfig
 from layerwise.train.data import Batching, Corpus, Loader, load_corpus
 from layerwise.train.model import GPT, build_gpt, next_byte_loss
@@ -59,12 +59,15 @@ def torch_muon(model: GPT, lr: float) -> tuple[list[torch.optim.Optimizer], Step
     return optimizers, _stepping(model, optimizers)
 
 
-def layerwise_muon(model: GPT, lr: float) -> tuple[list[torch.optim.Optimizer], Step]:
+def layerwise_muon(
+    model: GPT, lr: float, *, rules: Sequence[layerwise.RouteRule] = (), **options: Any
+) -> tuple[list[torch.optim.Optimizer], Step]:
     """`layerwise.Optimizer` with Muon for the matrices and AdamW for the rest. The norm is part of its step."""
     optimizer = layerwise.Optimizer(
         model,
-        matrix=layerwise.Muon(lr=lr, weight_decay=DECAY),
+        matrix=layerwise.Muon(lr=lr, weight_decay=DECAY, **options),
         other=layerwise.AdamW(lr=OTHER_LR, betas=BETAS),
+        rules=list(rules),
         clip_grad_norm=MAX_NORM,
     )
 
@@ -85,11 +88,18 @@ def _stepping(model: GPT, optimizers: list[torch.optim.Optimizer]) -> Step:
     return step
 
 
+def as_torch_does(model: GPT, lr: float) -> tuple[list[torch.optim.Optimizer], Step]:
+    """`layerwise.Optimizer` with the settings of `torch.optim.Muon`: its coefficients, and fused weights as one matrix."""
+    return layerwise_muon(model, lr, rules=WHOLE, coefficients="simple")
+
+
 ARMS: dict[str, tuple[Callable[[GPT, float], tuple[list[torch.optim.Optimizer], Step]], tuple[float, ...]]] = {
     "torch AdamW": (adamw, (1e-4, 2e-4, 4e-4)),
     "torch.optim.Muon": (torch_muon, (2.5e-3, 5e-3, 1e-2)),
     "layerwise Muon": (layerwise_muon, (2.5e-3, 5e-3, 1e-2)),
+    "layerwise Muon, as torch's": (as_torch_does, (2.5e-3, 5e-3, 1e-2)),
 }
+HIGHEST_DRAWN = 3.0
 COLOURS = {"torch AdamW": "#8a8a8a", "torch.optim.Muon": "#d98c21", "layerwise Muon": "#1f5fa8"}
 
 
@@ -165,8 +175,9 @@ def summary(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def chart(report: dict[str, Any]) -> str:
     """The best run of each arm as an SVG."""
     lines = [
-        Series(arm, COLOURS[arm], tuple((x, y) for _, x, y in run["curve"] if x))
+        Series(arm, COLOURS[arm], tuple((x, y) for _, x, y in run["curve"] if y < HIGHEST_DRAWN))
         for arm, run in best_runs(report).items()
+        if arm in COLOURS
     ]
     title = f"GPT of 355 M params, {report['tokens_per_step']:,} tokens a step, one {report['host']['gpu']}"
     return line_chart(title, "validation loss, nats per byte", lines, x_label="seconds of training") + "\n"

@@ -397,7 +397,7 @@ def loss_over_time(data: dict[str, Any]) -> str:
             "best",
             f"validation loss after {data['steps']} steps, nats per byte",
             "ms per step",
-            "seconds until AdamW's last loss",
+            "seconds to AdamW's final loss",
         ],
         [
             [arm, tried[arm], run["lr"], f"{run['val_loss']:.3f}", run["ms_per_step"], f"{run['seconds_to_adamw']:.1f}"]
@@ -416,7 +416,7 @@ def claims(data: dict[str, Any]) -> str:
         ["measured", "layerwise", "baseline", "on", "command"],
         [
             [
-                "seconds until AdamW's last loss (chart)",
+                "seconds to AdamW's final loss (chart)",
                 f"**{seconds['layerwise Muon']}**",
                 f"{seconds['torch AdamW']}, torch's fused AdamW; {seconds['torch.optim.Muon']}, `torch.optim.Muon`",
                 f"one {data['host']['gpu']}, 1 rank",
@@ -430,10 +430,10 @@ def claims(data: dict[str, Any]) -> str:
                 f"`{steps['command']}`",
             ],
             [
-                "weights that differ from a single process, where sums are exact",
-                "**none, to the bit**",
-                "one process, no sharding",
-                "CPU, gloo, 1 to 4 ranks",
+                "weights that differ from a single-process run, for gradients with exact sums",
+                "**0**",
+                "one process",
+                "CPU, gloo, 1 to 8 ranks",
                 "`make test`",
             ],
         ],

@@ -66,3 +66,13 @@ def test_the_chart_and_its_summary_are_those_of_the_measured_runs() -> None:
     for arm, best in report["best"].items():  # a best rate at an end of the sweep would not be known to be the best
         rates = sorted(run["lr"] for run in report["runs"] if run["arm"] == arm)
         assert rates[0] < best["lr"] < rates[-1], arm
+
+
+def test_the_readme_says_of_the_chart_what_the_runs_show() -> None:
+    best = json.loads(loss_over_time.RESULTS.read_text())["best"]
+    torchs, same, ours = (best[arm] for arm in ("torch.optim.Muon", "layerwise Muon, as torch's", "layerwise Muon"))
+    quicker = 100 * (1 - same["ms_per_step"] / torchs["ms_per_step"])
+    said = f"({same['val_loss']:.2f} against {torchs['val_loss']:.2f}) in {quicker:.0f} % less time"
+    text = (ROOT / "README.md").read_text()
+    assert said in text
+    assert f"reach {ours['val_loss']:.2f}." in text

@@ -48,6 +48,22 @@ def test_the_end_says_whether_the_run_was_stopped() -> None:
     assert console.end_lines(stopped, 5)[0].startswith("stopped on request at step 3 of 5")
 
 
+def test_a_run_that_goes_on_says_what_changed_and_warns_of_another_global_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from dataclasses import replace
+
+    changes = ("optim.lr 0.01 -> 0.02", "tokens per step 2048 -> 512")
+    going_on = replace(run_record(), first_step=4, changes=changes, tokens_per_step=512, tokens_per_step_before=2048)
+    console.TrainConsole(total_steps=5).write(going_on)
+    said = capsys.readouterr()
+    assert "changed since then: optim.lr 0.01 -> 0.02, tokens per step 2048 -> 512\n" in said.out
+    assert said.err.startswith("warning: the global batch changes from 2048 to 512 tokens per step")
+    for same in (run_record(), replace(going_on, changes=changes[:1], tokens_per_step_before=512)):
+        console.TrainConsole(total_steps=5).write(same)
+        assert capsys.readouterr().err == ""
+
+
 def test_a_pipe_gets_plain_lines_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     shown = console.TrainConsole(total_steps=5)
     for record in (run_record(), eval_record(0), step_record(5), end_record(5)):

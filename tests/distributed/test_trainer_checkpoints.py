@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import layerwise
+from layerwise.cli.exits import OK
+from layerwise.cli.main import main
 from layerwise.comm.joining import Ranks
 from layerwise.config.schema import CheckpointConfig, TrainConfig
 from layerwise.train import loop
@@ -211,3 +215,80 @@ def test_a_new_run_is_begun_where_that_is_asked_for_and_none_are_written_unless_
     assert (first, sorted(losses)) == (0, [1, 2])
     run_ranks(1, train, replace(config, checkpoint=CheckpointConfig()), str(tmp_path / "none"), 2)
     assert not (tmp_path / "none").exists()
+
+
+def told(rank: int, world: int, config: TrainConfig, folder: str) -> RunRecord:
+    """What a run that goes on says of itself."""
+    heard: list[Record] = []
+    watcher = mock.Mock(write=heard.append)
+    loop.train(config, Ranks(rank=rank, world=world, local_rank=rank, device=CPU), (watcher,), checkpoints=Path(folder))
+    return next(record for record in heard if isinstance(record, RunRecord))
+
+
+def test_what_changed_since_the_checkpoint_is_told_with_the_global_batch(tmp_path: Path, text: str) -> None:
+    config = config_of(text, "flat")
+    run_ranks(2, train, config, str(tmp_path / "run"), 4)
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    (same, _) = run_ranks(2, told, config, str(tmp_path / "same"))
+    assert (same.first_step, same.changes, same.tokens_per_step_before) == (4, (), same.tokens_per_step)
+    other = replace(
+        config,
+        optim=replace(config.optim, lr=0.5, clip_grad_norm=None),
+        train=replace(config.train, steps=9, batch_size=1),
+    )
+    (alone,) = run_ranks(1, told, other, str(tmp_path / "run"))
+    assert alone.changes == (
+        "optim.lr 0.02 -> 0.5",
+        "optim.clip_grad_norm 0.5 -> none",
+        "train.steps 8 -> 9",
+        "train.batch_size 2 -> 1",
+        "ranks 2 -> 1",
+        "tokens per step 128 -> 32",
+    )
+    assert (alone.tokens_per_step_before, alone.tokens_per_step) == (128, 32)
+
+
+def without_sizes(rank: int, world: int, config: TrainConfig, folder: str) -> RunRecord:
+    """What is told where the checkpoint is of a version that knew neither sizes nor `train.stop_signals`."""
+    load = layerwise.Checkpoints.load
+
+    def older(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        assert found is not None
+        progress = {name: value for name, value in found.extra["progress"].items() if name not in SIZES}
+        saved = json.loads(found.extra["config"])
+        del saved["train"]["stop_signals"]
+        return replace(found, extra={"progress": progress, "config": json.dumps(saved)})
+
+    with mock.patch.object(layerwise.Checkpoints, "load", older):
+        return told(rank, world, config, folder)
+
+
+SIZES = ("world", "tokens_per_step")
+
+
+def test_a_checkpoint_of_an_older_version_goes_on_and_tells_what_it_knows(tmp_path: Path, text: str) -> None:
+    config = config_of(text, "flat")
+    run_ranks(1, train, config, str(tmp_path / "run"), 4)
+    other = replace(config, optim=replace(config.optim, lr=0.5))
+    ((record),) = run_ranks(1, without_sizes, other, str(tmp_path / "run"))
+    assert record.changes == ("optim.lr 0.02 -> 0.5",)
+    assert record.tokens_per_step_before is None
+
+
+def test_two_fresh_runs_have_equal_checkpoints(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With generators of their own on every rank, so that a model that draws repeats itself, and ranks draw apart."""
+    config = config_of(text, "flat")
+    for name in ("first", "second"):
+        run_ranks(2, train, config, str(tmp_path / name), 4)
+    first, second = (tmp_path / name / "step_00000004" for name in ("first", "second"))
+    assert main(["ckpt", "diff", str(first), str(second)]) == OK, capsys.readouterr().out
+    other = replace(config, train=replace(config.train, seed=1))
+    states = [state for seeded in (config, other) for state in run_ranks(2, drawn, seeded)]
+    assert len(set(states)) == 4
+
+
+def drawn(rank: int, world: int, config: TrainConfig) -> float:
+    """The first number that torch draws on a rank of a run."""
+    loop.prepare(config, Ranks(rank=rank, world=world, local_rank=rank, device=CPU))
+    return float(torch.rand((), dtype=torch.float64))

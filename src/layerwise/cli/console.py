@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from layerwise.cli.exits import complain, write_nowhere
+from layerwise.cli.exits import complain, note, write_nowhere
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.units import format_count, format_seconds
 
@@ -75,9 +75,21 @@ def start_lines(record: RunRecord) -> list[str]:
         f"plan {record.plan_digest[:12]}",
         f"routing: {record.routing}",
         *([f"going on from the checkpoint of step {record.first_step}"] if record.first_step else []),
+        *([f"changed since then: {', '.join(record.changes)}"] if record.changes else []),
         f"data: {format_count(record.train_bytes)} bytes to train on, {format_count(record.val_bytes)} to validate; "
         f"{record.steps} steps of {format_count(record.tokens_per_step)} tokens",
     ]
+
+
+def batch_warning(record: RunRecord) -> str | None:
+    """A sentence where a run goes on with another global batch."""
+    before, now = record.tokens_per_step_before, record.tokens_per_step
+    if before is None or before == now:
+        return None
+    return (
+        f"warning: the global batch changes from {before} to {now} tokens per step, and learning rates do not change with it. "
+        f"To keep it, choose ranks, train.batch_size and train.accumulation whose product is that of before."
+    )
 
 
 def end_lines(record: EndRecord, steps: int) -> list[str]:
@@ -125,6 +137,8 @@ class TrainConsole:
         match record:
             case RunRecord():
                 self._say(*start_lines(record))
+                if (warning := batch_warning(record)) is not None:
+                    note(warning)
             case StepRecord():
                 self._say(step_line(record, self._total))
                 if self._bar is not None:

@@ -63,6 +63,8 @@ def _train_and_tell(config: TrainConfig, ranks: joining.Ranks, trace: str | None
     """Rank 0's part: the same training, with a console, metrics and a report."""
     run_dir = create_run_dir(config)
     with run_dir.claimed():
+        if run_dir.begin_anew(config):
+            note(f"{run_dir.root}: the run in it came to no checkpoint, and is begun anew.")
         try:
             _train_in(run_dir, config, ranks, trace)
         except ConfigError:

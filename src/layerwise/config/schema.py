@@ -14,6 +14,9 @@ from layerwise.config.rules import Method, NsDtype, Scale, TpMode, WeightDecayMo
 BYTE_VALUES = 256
 """Tokens are bytes, so this many rows of the embedding are ever read."""
 
+STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")
+"""Signals that may ask a run to stop: terminals, schedulers and people send them, and a process can catch them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -248,6 +251,11 @@ class ParallelConfig:
     """Dtype in which gradients are accumulated and reduced."""
 
 
+def stop_signals_of(train: LoopConfig) -> tuple[str, ...]:
+    """The names in `train.stop_signals`."""
+    return tuple(filter(None, (name.strip() for name in train.stop_signals.split(","))))
+
+
 def is_sharded(parallel: ParallelConfig) -> bool:
     """Whether torch cuts the model, with fully_shard() and parallelize_module(), and not `layerwise.DataParallel`."""
     return parallel.fsdp * parallel.replicate * parallel.tp != 1
@@ -298,6 +306,9 @@ class LoopConfig:
     out_dir: str = "runs/train"
     """Folder for metrics, resolved config and report. One that holds a run is left alone: -2, -3 ... is appended."""
 
+    stop_signals: str = "SIGINT,SIGTERM,SIGUSR1,SIGHUP"
+    """Signals after which the run finishes its step, saves and ends, with commas between them. Under nohup not SIGHUP."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU when there is one."""
 
@@ -319,7 +330,8 @@ class CheckpointConfig:
     """Train on while a checkpoint is written; takes as much memory of the host as this rank writes."""
 
     resume: bool = True
-    """Go on from the last checkpoint of a run in out_dir, or in out_dir-2 and so on. false: begin a new run."""
+    """Go on from the last checkpoint of a run in out_dir, or in out_dir-2 and so on; a run that was killed before its first
+    one begins anew in its folder. false: begin a new run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

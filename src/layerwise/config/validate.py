@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,15 @@ from layerwise.config.coefficients import check_coefficients
 from layerwise.config.parallelism import PARALLEL_CHECKS
 from layerwise.config.precision import block_problems, made_of_problems, wrapper_problems
 from layerwise.config.resolve import matrix_rule, other_rule
-from layerwise.config.schema import BYTE_VALUES, ModelConfig, OptimConfig, TrainConfig
-from layerwise.errors import Problem
+from layerwise.config.schema import (
+    BYTE_VALUES,
+    STOP_SIGNALS,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    stop_signals_of,
+)
+from layerwise.errors import Problem, did_you_mean
 
 # Beyond these a number is a typing mistake, and some of them would take the machine down before torch could complain.
 _MOST_LAYERS = 10_000
@@ -126,6 +133,7 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     lambda config: _data_problems(config),
     lambda config: _rules_file_problems(config.routing.rules_file),
     lambda config: _out_dir_problems(config.train.out_dir),
+    lambda config: _signal_problems(stop_signals_of(config.train)),
 )
 
 
@@ -261,6 +269,13 @@ def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:
                 "schedule.decay_fraction",
                 f"warm-up ({warmup} steps) and decay ({decay} steps) do not fit into train.steps={steps}.",
             )
+
+
+def _signal_problems(names: Sequence[str]) -> Iterator[Problem]:
+    for name in names:
+        if name not in STOP_SIGNALS:
+            what = f"expected names of signals with commas between them, got {name[:_MOST_SHOWN]!r}."
+            yield Problem("train.stop_signals", f"{what}{did_you_mean(name, STOP_SIGNALS)}")
 
 
 # -- files -----------------------------------------------------------------------------------------

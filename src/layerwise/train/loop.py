@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from layerwise.comm.scopes import scope
 from layerwise.config.load import dump_json
 from layerwise.config.parallelism import cut_in_words, world_problems
 from layerwise.config.resolve import matrix_rule, other_rule, qk_clip_of, resolve_model
-from layerwise.config.schema import TrainConfig, is_sharded
+from layerwise.config.schema import TrainConfig, is_sharded, stop_signals_of
 from layerwise.config.validate import TRACED_STEPS
 from layerwise.errors import ConfigError, Problem
 from layerwise.routing.files import read_rules, rules_to_toml
@@ -34,7 +35,7 @@ from layerwise.routing.rules import RouteRule, summarise
 from layerwise.train.data import Batching, Corpus, Loader, load_corpus
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from layerwise.train.model import count_params, next_byte_loss
-from layerwise.train.saved import Progress, Saved
+from layerwise.train.saved import Progress, Resumed, Saved
 from layerwise.train.schedule import lr_factor
 from layerwise.train.stages import Passes, PipelinedModel, WholeModel, build_chunks, ties_of
 from layerwise.train.stop import StopRequest
@@ -56,18 +57,19 @@ def train(
     trace: str | None = None,
     checkpoints: Path | None = None,
 ) -> EndRecord:
-    """Train from the first step, or from the last checkpoint, to the last step or the first Ctrl-C. `trace` names a file for a
+    """Train from the first step, or from the last checkpoint, to the last step or the first signal that asks it to stop. `trace` names a file for a
     timeline of two steps; the first rank says where `checkpoints` are."""
     run = prepare(config, ranks, watchers)
     saved = Saved.of(config, ranks, run.model, run.optimizer, checkpoints)
-    before = run.go_on(saved)
-    run.tell(run.record(before.step))
+    resumed = run.go_on(saved)
+    run.tell(run.record(resumed))
+    before = resumed.progress
     first_bpb = last_bpb = before.first_val_bpb if before.step else run.evaluate(step=0)
     step = before.step
     total, outcome = config.train.steps, "finished"
     if 0 < step < total and run.is_validated(step):  # whoever saved it may have been killed before that
         last_bpb = run.evaluate(step)
-    with StopRequest() as stop, ExitStack() as recording:
+    with StopRequest(stop_signals_of(config.train)) as stop, ExitStack() as recording:
         for step in range(before.step + 1, total + 1):  # `step` counts finished steps; samples and rates count from 0
             if trace is not None and step == TRACED_STEPS[0]:
                 recording.enter_context(recorded(trace, ranks.rank, ranks.device))
@@ -222,28 +224,31 @@ class Run:
         is_time = self.ranks.device.type == "cpu" or step % self.config.train.log_every == 0
         return is_time and joining.mean(float(is_asked_to), self.ranks) > 0
 
-    def go_on(self, saved: Saved) -> Progress:
+    def go_on(self, saved: Saved) -> Resumed:
         """Continue where the last checkpoint is, if there is one: with the sample after its last."""
-        progress = saved.resume(Progress(data=self._data))
+        resumed = saved.resume(self._start)
+        progress = resumed.progress
         self.loader = replace(self.loader, batching=self.loader.batching.going_on(progress.step, progress.samples))
-        return progress
+        return resumed
 
     def save(self, saved: Saved, step: int, first_bpb: float) -> None:
         if self.meter.steps:  # who goes on from here knows nothing of them
             self.log(step)
         began_s = time.perf_counter()
         samples = self.loader.batching.samples_before(step)
-        saved.save(Progress(data=self._data, step=step, samples=samples, first_val_bpb=first_bpb))
+        saved.save(replace(self._start, step=step, samples=samples, first_val_bpb=first_bpb))
         self.meter.lap_started_s += time.perf_counter() - began_s  # nor is saving the step's time
 
     @property
-    def _data(self) -> str:
-        """What decides which sample comes when."""
+    def _start(self) -> Progress:
+        """How far this run is before its first step, with the text and sizes that decide which sample comes when."""
         text, loader = self.corpus, self.loader
-        return f"text {text.digest}, {text.val.numel()} bytes of it to validate, sequences of {loader.seq_len}, seed {loader.seed}"
+        data = f"text {text.digest}, {text.val.numel()} bytes of it to validate, sequences of {loader.seq_len}, seed {loader.seed}"
+        return Progress(data=data, world=self.ranks.world, tokens_per_step=self.tokens_per_step)
 
-    def record(self, first_step: int = 0) -> RunRecord:
-        """How this run begins, after so many steps of another one."""
+    def record(self, resumed: Resumed | None = None) -> RunRecord:
+        """How this run begins, after the steps of the run that it goes on from."""
+        before, changes = (resumed.progress, resumed.changes) if resumed is not None else (self._start, ())
         plan, parallel = self.optimizer.plan, self.config.parallel
         # With a pipeline or expert ranks of ours no rank's plan has all params; the first rank speaks for its own.
         whose = "on rank 0: " if parallel.pp * parallel.ep > 1 and not is_sharded(parallel) else ""
@@ -263,7 +268,9 @@ class Run:
             steps=self.config.train.steps,
             tokens_per_step=self.tokens_per_step,
             config=asdict(self.config),
-            first_step=first_step,
+            first_step=before.step,
+            changes=changes,
+            tokens_per_step_before=before.tokens_per_step if before.step and before.tokens_per_step else None,
         )
 
     def end(self, step: int, outcome: str, first_bpb: float, final_bpb: float) -> EndRecord:
@@ -293,6 +300,8 @@ def prepare(config: TrainConfig, ranks: joining.Ranks, watchers: Sequence[Watche
     build = _sharded if is_sharded(config.parallel) else _averaged if config.parallel.ddp else _wrapped
     with _routing_as_configuration(config):
         grid, model, passes, optimizer = build(config, ranks, rules)
+    # Initial weights have a generator of their own: what a model draws while it trains is another stream on every rank.
+    torch.manual_seed(random.Random(f"{config.train.seed} {ranks.rank}").getrandbits(63))
     batching = Batching(config.train.batch_size, config.train.accumulation, grid.data_world)
     loader = Loader(corpus, batching, shape.seq_len, config.data.seed, grid.data_coord, ranks.device)
     return Run(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -49,6 +49,10 @@ class RunRecord:
     """The resolved config."""
     first_step: int = 0
     """Steps that were taken before, by a run that this one goes on from."""
+    changes: Sequence[str] = ()
+    """Settings, ranks and tokens per step that the run before had otherwise: `optim.lr 0.01 -> 0.02`."""
+    tokens_per_step_before: int | None = None
+    """Tokens of a step of the run before; null where its checkpoint does not say, and where there was no run before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

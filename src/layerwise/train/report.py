@@ -153,7 +153,7 @@ def loss_curve(records: Records) -> str:
 
 def html_report(records: Records) -> str:
     """One page about a run: result, curve, how it was set up."""
-    run = next((record for record in records if record.get("kind") == "run"), {})
+    run = next((record for record in reversed(records) if record.get("kind") == "run"), {})  # with the newest settings
     end = next((record for record in reversed(records) if record.get("kind") == "end"), {})
     title = "layerwise training run"
     return "\n".join(

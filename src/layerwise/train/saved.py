@@ -28,6 +28,19 @@ class Progress:
     """Samples read, over all ranks."""
     first_val_bpb: float = math.nan
     """Validation before the first step."""
+    world: int = 0
+    """Number of ranks; 0 where an older checkpoint does not say."""
+    tokens_per_step: int = 0
+    """Over all ranks and microbatches; 0 where an older checkpoint does not say."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on, and what is not as it was."""
+
+    progress: Progress
+    changes: tuple[str, ...] = ()
+    """Settings, and sizes that follow from them, that the run before had otherwise: `optim.lr 0.01 -> 0.02`."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +70,13 @@ class Saved:
             checkpoints = layerwise.Checkpoints(told, keep=asked.keep, background=asked.background)
         return cls(config, model, optimizer, checkpoints)
 
-    def resume(self, start: Progress) -> Progress:
+    def resume(self, start: Progress) -> Resumed:
         """Load the last checkpoint, and say how far its run was; the start, where there is none."""
         found = None
         if self.checkpoints is not None and self.config.checkpoint.resume:
             found = self.checkpoints.load(self.model, self.optimizer)
         if found is None:
-            return start
+            return Resumed(start)
         progress = Progress(**found.extra["progress"])
         if progress.data != start.data:
             what = (
@@ -78,7 +91,7 @@ class Saved:
         if progress.step > steps:
             what = f"the checkpoint is of step {progress.step}, past train.steps={steps}: expected as many or more."
             raise ConfigError([Problem("train.steps", f"{what} Set checkpoint.resume=false to begin a new run.")])
-        return progress
+        return Resumed(progress, (*_changes(found.extra["config"], self.config), *_size_changes(progress, start)))
 
     def is_due(self, step: int) -> bool:
         return self.checkpoints is not None and step % self.config.checkpoint.every == 0
@@ -103,3 +116,25 @@ def _differences(saved: str, config: TrainConfig) -> list[str]:
     """In which settings of the model two configs differ. Shapes are not all: as many weights may be of fewer heads."""
     theirs, ours = json.loads(saved)["model"], json.loads(dump_json(config))["model"]
     return [f"model.{name} was {theirs[name]}, here {ours[name]}" for name in theirs if theirs[name] != ours.get(name)]
+
+
+def _changes(saved: str, config: TrainConfig) -> list[str]:
+    """Settings that a saved config has otherwise. A setting that is newer than the checkpoint had its default."""
+    theirs, ours, defaults = (json.loads(text) for text in (saved, dump_json(config), dump_json(TrainConfig())))
+    pairs = [
+        (f"{section}.{name}", theirs.get(section, {}).get(name, defaults[section][name]), value)
+        for section, settings in ours.items()
+        for name, value in settings.items()
+    ]
+    return [f"{path} {_shown(before)} -> {_shown(now)}" for path, before, now in pairs if before != now]
+
+
+def _size_changes(before: Progress, now: Progress) -> list[str]:
+    """Ranks and tokens of a step, where a checkpoint knows them and they are others now."""
+    pairs = (("ranks", before.world, now.world), ("tokens per step", before.tokens_per_step, now.tokens_per_step))
+    return [f"{what} {then} -> {today}" for what, then, today in pairs if then not in (0, today)]
+
+
+def _shown(value: object) -> str:
+    """A value as it is written in a config file, without quotes."""
+    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)

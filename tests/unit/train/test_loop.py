@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from layerwise.comm.joining import Ranks
+from layerwise.config.resolve import resolve_model
 from layerwise.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -26,8 +27,10 @@ from layerwise.routing.record import routing_to_json
 from layerwise.train import stop as stopping
 from layerwise.train.loop import prepare, train
 from layerwise.train.metrics import EndRecord, EvalRecord, Record, RunRecord, StepRecord
+from layerwise.train.model import build_gpt
 from layerwise.train.stop import StopRequest
 from tests.ranks import raised, run_ranks
+from tests.worlds import hash_tensors
 
 ALONE = Ranks(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 
@@ -54,14 +57,15 @@ def config_of(text: str, **train: object) -> TrainConfig:
 class Recorder:
     """Keeps what it is told."""
 
-    def __init__(self, interrupt_at: int | None = None) -> None:
+    def __init__(self, interrupt_at: int | None = None, number: signal.Signals = signal.SIGINT) -> None:
         self.records: list[Record] = []
         self.interrupt_at = interrupt_at
+        self.number = number
 
     def write(self, record: Record) -> None:
         self.records.append(record)
         if isinstance(record, StepRecord) and record.step == self.interrupt_at:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
 
     def steps(self, kind: type[Record]) -> list[int]:
         return [
@@ -205,6 +209,39 @@ def test_the_echo_of_a_signal_is_no_second_one(number: signal.Signals) -> None:
         for _ in range(3):
             os.kill(os.getpid(), number)
         assert stop.requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_the_signals_of_schedulers_and_lost_terminals_end_the_run_properly(text: str, number: signal.Signals) -> None:
+    recorder = Recorder(interrupt_at=4, number=number)
+    end = train(config_of(text, steps=50), ALONE, (recorder,))
+    assert (end.outcome, end.step) == ("stopped", 4)
+
+
+def test_a_run_listens_to_the_signals_that_it_is_told_of_and_to_no_others() -> None:
+    with StopRequest(["SIGUSR2"]) as stop:
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_initial_weights_are_drawn_from_the_seed_alone_whatever_torch_has_drawn_before(text: str) -> None:
+    for seed in (0, 7):
+        torch.manual_seed(99)
+        config = config_of(text, seed=seed)
+        alone = build_gpt(resolve_model(config.model), seed=seed)
+        assert hash_tensors(prepare(config, ALONE).model.parameters()) == hash_tensors(alone.parameters())
 
 
 def _train_on_rank(rank: int, world: int, config: TrainConfig, interrupt_at: int | None) -> tuple[EndRecord, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from layerwise.config.load import load
-from layerwise.config.schema import LoopConfig, TrainConfig
+from layerwise.config.schema import CheckpointConfig, LoopConfig, OptimConfig, TrainConfig
 from layerwise.errors import ConfigError
 from layerwise.train import rundir
 from layerwise.train.metrics import (
@@ -14,6 +14,7 @@ from layerwise.train.metrics import (
     EndRecord,
     EvalRecord,
     MetricsFile,
+    Record,
     RunRecord,
     StepRecord,
     read_metrics,
@@ -256,3 +257,69 @@ def test_the_report_is_written_from_the_metrics(tmp_path: Path) -> None:
     write_report(run_dir)
     assert run_dir.curve.read_text().startswith("<svg")
     assert "3.0000 bits per byte" in run_dir.report.read_text()
+
+
+def begin(config: TrainConfig, *records: Record) -> Path:
+    """The folder of a run that has written these records, as it is once its process is dead."""
+    run = create_run_dir(config)
+    with run.claimed():
+        run.begin_anew(config)
+        file = MetricsFile(run.metrics)
+        for record in records:
+            file.write(record)
+        file.close()
+    return run.root
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_in_its_folder(tmp_path: Path) -> None:
+    config = TrainConfig(
+        train=LoopConfig(out_dir=str(tmp_path / "run")), checkpoint=CheckpointConfig(every=100, keep=None)
+    )
+    root = begin(config, run_record(), step_record(1))
+    (root / "checkpoints" / "step_00000100.partial").mkdir(parents=True)
+    (root / "checkpoints" / ".latest.partial").touch()
+    other = replace(config, optim=OptimConfig(lr=0.125))
+    for records in ((run_record(), step_record(7)), ()):  # killed with a line in its log, and without
+        assert begin(other, *records) == root
+        assert [record["kind"] for record in read_metrics(root / "metrics.jsonl")] == [
+            record.kind for record in records
+        ]
+        assert sorted(path.name for path in root.iterdir()) == [".lock", "config.json", "metrics.jsonl"]
+        assert load(str(root / "config.json")).config == other
+    (root / "config.json").write_text("")  # killed in the middle of writing it
+    assert begin(config) == root
+    assert load(str(root / "config.json")).config == config
+
+
+@pytest.mark.parametrize("what", ["ended", "saves nothing", "set aside", "not ours", "resume is off"])
+def test_what_is_worth_keeping_keeps_its_folder(tmp_path: Path, what: str) -> None:
+    checkpoint = CheckpointConfig(every=100, resume=what != "resume is off")
+    config = TrainConfig(train=LoopConfig(out_dir=str(tmp_path / "run")), checkpoint=checkpoint)
+    records: list[Record] = [run_record(), step_record(1)]
+    if what == "ended":
+        records.append(end_record(1))
+    if what == "saves nothing":
+        records[0] = replace(run_record(), config={"checkpoint": {"every": 0}})
+    root = begin(config, *records)
+    if what == "set aside":
+        (root / "checkpoints" / "step_00000100.aside").mkdir(parents=True)
+    if what == "not ours":  # the config.json of a model, say
+        (root / ".lock").unlink()
+    before = sorted((path.name, path.read_bytes()) for path in root.iterdir() if path.is_file())
+    assert begin(config) == tmp_path / "run-2"
+    assert sorted((path.name, path.read_bytes()) for path in root.iterdir() if path.is_file()) == before
+
+
+def test_the_report_has_the_settings_of_the_newest_run(tmp_path: Path) -> None:
+    run_dir = create_run_dir(TrainConfig(train=LoopConfig(out_dir=str(tmp_path / "run"))))
+    file = MetricsFile(run_dir.metrics)
+    going_on = replace(run_record(), config={"optim": {"lr": 0.375}}, world=3, steps=9, first_step=1)
+    for record in (run_record(), eval_record(0, 8.0), step_record(1), going_on, step_record(2), end_record(2)):
+        file.write(record)
+    file.close()
+    write_report(run_dir)
+    page = run_dir.report.read_text()
+    assert "<th>lr</th><td>0.375</td>" in page
+    assert "<th>ranks</th><td>3 on cpu</td>" in page
+    assert "<th>steps</th><td>2 of 9</td>" in page
+    assert page.count("<th>lr</th>") == 1

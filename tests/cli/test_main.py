@@ -2,17 +2,21 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from layerwise import __version__
 from layerwise.cli import main as main_module
-from layerwise.cli.exits import BAD_INPUT, OK
+from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK
 from layerwise.cli.main import main
+from layerwise.cli.parent import LAUNCHER
 from layerwise.cli.train import torchrun_words
+from layerwise.comm import launching
 from layerwise.config.load import FIELD_TYPES, load
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -127,29 +131,95 @@ def test_nproc_under_a_launcher_is_refused() -> None:
     assert "was started by a launcher already (RANK is set)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("hangup", "signals"),
+    [(signal.SIG_DFL, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2"), (signal.SIG_IGN, "SIGTERM,SIGINT,SIGQUIT,SIGUSR2")],
+)
 def test_nproc_hands_over_to_torchrun_and_prints_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hangup: signal.Handlers, signals: str
 ) -> None:
-    called: list[object] = []
-    monkeypatch.setattr(os, "execvpe", lambda file, words, environment: called.extend((file, words, environment)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    """Signals that end a run reach the ranks, but for the hang-up that nohup ignores."""
+    called: list[Sequence[str]] = []
+    monkeypatch.setattr(launching, "torchrun", called.append)
+    for name in ("PYTHONWARNINGS", LAUNCHER):
+        monkeypatch.setenv(name, "")  # and put back what it was
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    main(["train", "--nproc", "2", "--optim.betas", "0.8", "0.9"])
-    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "layerwise", "train", "--optim.betas", "0.8", "0.9"]
-    assert called[0] == sys.executable
-    assert called[1] == [sys.executable, "-m", "torch.distributed.run", *arguments]
-    assert called[2]["OMP_NUM_THREADS"] == "4"  # type: ignore[index]
-    assert capsys.readouterr().err == f"+ OMP_NUM_THREADS=4 torchrun {' '.join(arguments)}\n"
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        assert main(["train", "--nproc", "2", "--optim.betas", "0.8", "0.9", "--train.stop-signals", "SIGUSR2"]) == OK
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    start = ["--standalone", "--nproc-per-node", "2", "--signals-to-handle", signals, "-m", "layerwise"]
+    arguments = [*start, "train", "--optim.betas", "0.8", "0.9", "--train.stop-signals", "SIGUSR2"]
+    assert called == [arguments]
+    assert (os.environ["OMP_NUM_THREADS"], os.environ[LAUNCHER]) == ("4", str(os.getpid()))
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"+ OMP_NUM_THREADS=4 torchrun {' '.join(arguments)}", "starting 2 ranks"]
 
 
 def test_a_bad_config_is_refused_before_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(launching, "torchrun", lambda *_: pytest.fail("torchrun was started"))
     assert main(["train", "--nproc", "2", "--optim.lr", "-1"]) == BAD_INPUT
 
 
 def test_torchrun_gets_every_word_but_nproc() -> None:
-    assert torchrun_words(3, ["train", "a.toml", "--nproc=3"])[5:] == ["train", "a.toml"]
-    assert torchrun_words(3, ["train", "--nproc", "3", "a.toml"])[5:] == ["train", "a.toml"]
+    assert torchrun_words(3, ["SIGINT"], ["train", "a.toml", "--nproc=3"])[7:] == ["train", "a.toml"]
+    assert torchrun_words(3, ["SIGINT"], ["train", "--nproc", "3", "a.toml"])[7:] == ["train", "a.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "code"),
+    [
+        (["train"], ["importing torch"], ENVIRONMENT),
+        (["train", "--nproc", "2"], ["+ OMP_NUM_THREADS=1 torchrun", "starting 2 ranks"], ENVIRONMENT),
+        (["inspect"], ["importing torch"], ENVIRONMENT),
+        (["doctor"], ["importing torch"], ENVIRONMENT),
+        (["bench", "ns"], ["importing torch"], ENVIRONMENT),
+        (["train", "--dry-run"], [], OK),
+        (["plan", "--model", "gpt2", "--world", "8"], [], OK),
+    ],
+)
+def test_a_line_comes_before_the_long_import_of_torch(
+    tmp_path: Path, words: list[str], before: list[str], code: int
+) -> None:
+    """With a torch that tells when it is imported, and cannot be."""
+    (tmp_path / "torch").mkdir()
+    source = 'import sys\nprint("HERE", file=sys.stderr, flush=True)\nraise ImportError("a torch of this test")\n'
+    (tmp_path / "torch" / "__init__.py").write_text(source)
+    places = os.pathsep.join([str(tmp_path), *sys.path])
+    done = layerwise(*words, PYTHONPATH=places, OMP_NUM_THREADS="1")
+    said = done.stderr.partition("HERE")[0].splitlines()
+    assert done.returncode == code, done.stderr
+    assert ("HERE" in done.stderr) == bool(before)
+    assert len(said) == len(before)
+    assert all(line.startswith(start) for line, start in zip(said, before, strict=True))
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_before_training_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launching, "torchrun", interrupted)
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    monkeypatch.setenv(LAUNCHER, "")
+    assert main(["train", "--nproc", "2"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "aborted."
+
+
+@pytest.mark.parametrize(("names", "said"), [
+    ("SIGINT,SIGTREM", "train.stop_signals: expected names of signals with commas between them, got 'SIGTREM'. Did you mean 'SIGTERM'?"),
+    ("SIGKILL", "train.stop_signals: expected names of signals with commas between them, got 'SIGKILL'."),
+])  # fmt: skip
+def test_signals_that_nobody_knows_or_can_catch_are_refused(
+    names: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--dry-run", "--train.stop-signals", names]) == BAD_INPUT
+    assert said in capsys.readouterr().err
+    assert main(["train", "--dry-run", "--train.stop-signals", " SIGINT, SIGUSR2"]) == OK
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

@@ -40,7 +40,7 @@ def test_a_plain_run_prints_plain_lines_and_leaves_a_report_and_a_config_that_re
     out_dir = tmp_path / "run"
     done = layerwise("train", *SMALL, "--data.path", text, "--train.out-dir", str(out_dir), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.stderr == "importing torch\nreading 8.4 KiB of text\n"
     lines = done.stdout.splitlines()
     assert "on 1 rank (cpu), layout flat (auto), plan " in lines[0]
     assert lines[1].startswith("routing: matrix 4 params")
@@ -127,6 +127,52 @@ def test_a_signal_ends_the_run_with_a_report(tmp_path: Path, text: str) -> None:
     assert "stopped on request at step" in stdout
     assert (out_dir / "report.html").exists()
     assert kinds_in(metrics)[-1] == "end"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "whom", "code"),
+    [(signal.SIGINT, "all", 130), (signal.SIGTERM, "launcher", 143), (signal.SIGUSR1, "launcher", 138)],
+)
+def test_a_signal_to_several_ranks_ends_with_our_lines_and_no_traceback(
+    tmp_path: Path, text: str, number: signal.Signals, whom: str, code: int
+) -> None:
+    """As a terminal sends it, to all of a process group, or a scheduler, to the process that it started."""
+    out_dir = tmp_path / "run"
+    words = ["train", *SMALL, "--train.steps", "100000", "--train.log-every", "1", "--checkpoint.every", "90000"]
+    words = [*words, "--data.path", text, "--train.out-dir", str(out_dir), "--nproc", "2"]
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(
+            [sys.executable, "-m", "layerwise", *words], stdout=said, stderr=said, start_new_session=True
+        ) as run,
+    ):
+        try:
+            metrics = out_dir / "metrics.jsonl"
+            deadline = time.monotonic() + 120
+            while not (metrics.exists() and "step" in kinds_in(metrics)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            (os.killpg if whom == "all" else os.kill)(run.pid, number)
+            assert run.wait(timeout=120) == code
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert [line.split(" ")[0] for line in lines[-3:]] == ["stopped", "validation:", "report:"]
+    assert lines[-3].startswith("stopped on request at step ")
+    assert not any("Traceback" in line or "SignalException" in line for line in lines)
+    assert kinds_in(metrics)[-1] == "end"
+    assert [path.name[:5] for path in sorted((out_dir / "checkpoints").glob("step_*"))] == ["step_"]
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_end_with_the_summary_of_torchrun(tmp_path: Path, text: str) -> None:
+    words = ("train", *SMALL, "--data.path", text, "--train.out-dir", str(tmp_path / "run"), "--nproc", "2")
+    done = layerwise(*words, "--train.device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "torch sees no GPU" in done.stderr
+    assert "Root Cause (first observed failure)" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

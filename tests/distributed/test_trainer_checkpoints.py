@@ -279,7 +279,8 @@ def test_a_checkpoint_of_an_older_version_goes_on_and_tells_what_it_knows(tmp_pa
 def test_two_fresh_runs_have_equal_checkpoints(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With generators of their own on every rank, so that a model that draws repeats itself, and ranks draw apart."""
     config = config_of(text, "flat")
-    for name in ("first", "second"):
+    for number, name in enumerate(("first", "second")):
+        torch.manual_seed(number)  # ranks are forked: as processes of their own would begin, each with another seed
         run_ranks(2, train, config, str(tmp_path / name), 4)
     first, second = (tmp_path / name / "step_00000004" for name in ("first", "second"))
     assert main(["ckpt", "diff", str(first), str(second)]) == OK, capsys.readouterr().out

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 
 from layerwise._version import __version__
-from layerwise.cli.exits import ENVIRONMENT, OK, note
+from layerwise.cli.exits import ENVIRONMENT, OK, announce_torch, note
 
 _SELF_TEST_LIMIT_S = 300.0
 _SELF_TEST_WORLD = 2
@@ -46,6 +46,7 @@ def run(*, as_json: bool) -> int:
 def collect() -> list[Finding]:
     """Everything worth knowing, needed parts first."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here uses it
+    announce_torch()
     findings = [
         Finding("layerwise", "ok", __version__),
         Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),

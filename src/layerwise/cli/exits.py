@@ -8,6 +8,8 @@ import sys
 from contextlib import suppress
 
 OK, FAILED, BAD_INPUT, ENVIRONMENT = 0, 1, 2, 3
+INTERRUPTED = 130
+"""As shells have it: 128 and the number of SIGINT."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What errors of files say when nothing more can be written, wherever it would go."""
 
@@ -34,6 +36,12 @@ def write_nowhere(descriptor: int) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)
         os.close(nowhere)
+
+
+def announce_torch() -> None:
+    """Say that torch is imported next, which may take longer than people wait without a word. Once, by the first rank."""
+    if "torch" not in sys.modules and rank_from_environment() == 0:
+        note("importing torch")
 
 
 def note(text: str) -> None:

@@ -16,7 +16,16 @@ from typing import Annotated, Literal
 import tyro
 
 from layerwise._version import __version__
-from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, NO_ROOM, complain, write_nowhere
+from layerwise.cli.exits import (
+    BAD_INPUT,
+    ENVIRONMENT,
+    FAILED,
+    INTERRUPTED,
+    NO_ROOM,
+    announce_torch,
+    complain,
+    write_nowhere,
+)
 from layerwise.config.load import Override, split_overrides
 from layerwise.config.schema import (
     CheckpointConfig,
@@ -38,7 +47,7 @@ class TrainCommand:
     """Train a GPT on bytes of text; without any argument, on the source of Python's standard library."""
 
     config: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = None
-    """TOML file with settings, or the config.json of an earlier run."""
+    """TOML file with settings, the config.json of an earlier run, or a config of this package: tiny, moe, pipeline."""
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Start this many ranks on this machine with torchrun, whose command is printed."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -214,6 +223,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as stop:  # tyro's way of ending after --help (0) and after a flag it does not know (2)
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
+    except KeyboardInterrupt:  # while something is imported, say
+        complain("aborted.")
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has seen enough
         write_nowhere(sys.stdout.fileno())
         return FAILED
@@ -353,6 +365,7 @@ def _bench(command: BenchCommand) -> int:
         if value is not None and command.what == "ns":
             complain(f"bench ns takes no {name}: its matrices are given. bench step does.")
             return BAD_INPUT
+    announce_torch()
     try:
         from layerwise.cli import bench
     except ImportError as error:

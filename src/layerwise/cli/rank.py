@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import traceback
+from contextlib import suppress
 
 from layerwise.cli.console import TrainConsole
 from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, FAILED, NO_ROOM, OK, complain, note
 from layerwise.comm import joining
 from layerwise.config.schema import TrainConfig
-from layerwise.config.validate import TRACED_STEPS
+from layerwise.config.validate import TRACED_STEPS, corpus_files
 from layerwise.errors import CheckpointError, ConfigError, PlanMismatchError
 from layerwise.train.loop import train
 from layerwise.train.metrics import MetricsFile
 from layerwise.train.rundir import ConfigFile, RunDir, create_run_dir, write_report
+from layerwise.units import format_nbytes
 
 
 def train_as_rank(config: TrainConfig, trace: str | None = None) -> int:
@@ -72,9 +74,17 @@ def _train_and_tell(config: TrainConfig, ranks: joining.Ranks, trace: str | None
             raise
 
 
+def _announce_text(path: str) -> None:
+    """Say how much text is read next, which may take seconds."""
+    with suppress(OSError):  # the loader says what is wrong with it
+        nbytes = sum(file.stat().st_size for file in corpus_files(path))
+        note(f"reading {format_nbytes(nbytes)} of text")
+
+
 def _train_in(run_dir: RunDir, config: TrainConfig, ranks: joining.Ranks, trace: str | None) -> None:
     metrics = MetricsFile(run_dir.metrics)
     console = TrainConsole(config.train.steps)
+    _announce_text(config.data.path)
     try:
         watchers = (ConfigFile(run_dir, config), metrics, console)
         end = train(config, ranks, watchers, trace, run_dir.checkpoints)

@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerwise.cli.exits import announce_torch
+from layerwise.config.load import shipped_configs
 from layerwise.config.resolve import resolve_model
 from layerwise.config.schema import TrainConfig
 from layerwise.dtypes import DType
@@ -69,7 +71,7 @@ class ModelSource:
 
 def find_model(word: str | None) -> ModelSource:
     """What the user means by `word`; opens files, imports nothing."""
-    if word is None or word.endswith(".toml"):
+    if word is None or word.endswith(".toml") or (word in shipped_configs() and not os.path.exists(word)):
         return ModelSource(word or "", ModelKind.TRAINER)
     if os.path.isdir(word):
         return _in_folder(word)
@@ -105,6 +107,7 @@ def build_model(source: ModelSource, config: TrainConfig) -> nn.Module:
     """The module that `source` stands for, on the meta device. A `ConfigError` names what is wrong with it, a
     `MissingPackage` what is not installed."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here uses it
+    announce_torch()
     from layerwise.cli.meta import shapes_only  # the first import of torch
 
     # What libraries and user code print is not our result, which alone belongs on stdout.

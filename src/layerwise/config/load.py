@@ -23,6 +23,8 @@ _NONE_WORDS = ("none", "None", "null")
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
 
+_SHIPPED = Path(__file__).parents[1] / "configs"
+
 FIELD_TYPES: dict[str, dict[str, object]] = {name: get_type_hints(section) for name, section in SECTIONS.items()}
 """Section -> field -> its type: what loader, help and tests mean by "every setting"."""
 
@@ -182,12 +184,25 @@ class _Taken:
             self._unfit.add(f"{section}.{name}")
 
 
+def shipped_configs() -> dict[str, Path]:
+    """The config files of this package by name: `tiny`, `moe` ..., which stand for them on the command line."""
+    return {file.stem: file for file in sorted(_SHIPPED.glob("*.toml"))}
+
+
 def _read(path: str, problems: list[Problem]) -> Mapping[str, object]:
-    """The file as a nested mapping; empty, with a problem noted, when it cannot be read."""
+    """The file, or the config of this package that is called so, as a nested mapping; empty, with a problem noted, when it
+    cannot be read."""
+    file = Path(path)
+    shipped = shipped_configs()
+    if path in shipped and not file.is_file():
+        file = shipped[path]
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        problems.append(Problem(path, "there is no such file. Without a file, every setting has its default."))
+        what = "there is no such file. Without a file, every setting has its default."
+        if file.name == path and not file.suffix:
+            what = f"no config of layerwise has this name, and {what}{did_you_mean(path, shipped)}"
+        problems.append(Problem(path, what))
         return {}
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         problems.append(Problem(repr(path), f"cannot be read as text: {error}."))

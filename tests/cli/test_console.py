@@ -197,6 +197,35 @@ def test_a_table_on_a_terminal_keeps_numbers_whole_and_names_their_end(
     assert ("1024 of 512x2048" in screen.getvalue()) == (width == 120)
 
 
+PLACES = ("param", "shape", "route", "home", "bucket", "why")
+NAMES = ("blocks.{0..3}.attn_norm.weight", "blocks.{0..3}.mlp.gate_up.weight")
+LONG_NAMES = (
+    "model.language_model.layers.{0..47}.mlp.experts.gate_up_proj",
+    "model.layers.{0..31..2}.mlp.experts.{0..127}.down_proj.weight",
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("names", [NAMES, LONG_NAMES], ids=["short", "long"])
+def test_a_table_cuts_the_reason_first_and_never_a_range_of_layers(
+    width: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        console, "make_console", lambda: Console(file=screen, width=width, force_terminal=True, color_system=None)
+    )
+    rows = [(name, "704x128", "muon", "0..5,7", "0", "is the weight of a Linear, in row blocks") for name in names]
+    console.print_table("title", PLACES, rows, right=("bucket",))
+    shown = screen.getvalue().splitlines()
+    assert max(map(len, shown)) <= width
+    for name, line in zip(names, (line for line in shown if "704x128" in line), strict=True):
+        assert all(found in line for found in re.findall(r"\{.*?\}", name))
+        if width >= 80 and names is NAMES:
+            assert name in line
+    if width == 80 and names is NAMES:
+        assert "(no room here for why: see a wider terminal, a file, or --json)" in [line.strip() for line in shown]
+
+
 @pytest.mark.parametrize(("rank", "expected"), [("0", "one\ntwo\n"), ("3", "[rank 3] one\n[rank 3] two\n")])
 def test_errors_name_the_rank_unless_it_is_the_first(rank: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()

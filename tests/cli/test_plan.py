@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from layerwise.cli.main import main
+from layerwise.cli.plan import format_ms
 from layerwise.config.load import load
 from layerwise.config.resolve import resolve_model
 from layerwise.dtypes import DType
@@ -28,6 +29,7 @@ from layerwise.planner.decoder import Decoder, GroupedQuery, table_of_shape
 from layerwise.planner.presets import PRESETS
 from layerwise.planner.report import SIDE_BY_SIDE, column_of
 from layerwise.train.model import GPT
+from layerwise.units import format_nbytes
 from tests.cli.test_main import layerwise
 
 Captured = pytest.CaptureFixture[str]
@@ -63,6 +65,25 @@ def as_json(capsys: Captured, *words: str) -> dict[str, Any]:
 
 
 # -- what is printed -------------------------------------------------------------------------------
+
+
+def test_what_the_figures_of_a_choice_count_is_said_beside_those_of_the_table(capsys: Captured) -> None:
+    words = ("--model", "llama3-8b", "--world", "128", "--layout", "flat,padded")
+    flat = as_json(capsys, *words)["layouts"][0]
+    assert main(["plan", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (memory,) = (line for line in lines if line.startswith("memory without activations"))
+    told = format_nbytes(flat["memory_bytes"]["total"])
+    assert told in memory
+    note = lines[next(n for n, line in enumerate(lines) if line.startswith("* auto takes flat")) + 1]
+    assert note.startswith("these figures are of the matrices alone: ms waited for the wire and for Newton-Schulz; ")
+    waited, busy = (format_ms(flat["sent"]["ms"][name]) for name in ("waited", "total"))
+    assert f"flat {told}, waited for {waited} of {busy} on the wire, " in note
+    assert not any(line.startswith("at most") for line in lines)
+    assert main(["plan", *words, "--shard-grads"]) == 0
+    out = capsys.readouterr().out
+    assert "  at most" in out
+    assert "\nat most: with the gradients that wait while reductions lag behind backward; as much must fit\n" in out
 
 
 def test_the_table_of_gpt2_is_what_it_was(capsys: Captured) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ from layerwise.units import format_count, format_seconds
 
 _FILE_WIDTH = 198
 """Of tables in a file or a pipe: lines stay below 200 characters."""
-_LEAST, _LEAST_OF_NAMES, _LEAST_OF_OTHERS, _GAP = 20, 26, 16, 3
+_LEAST, _LEAST_OF_NAMES, _LEAST_OF_OTHERS, _GAP = 18, 26, 16, 3
 """Characters that the last column keeps, that names keep, that others keep (a shape is not broken), and between two columns."""
-_SHARE_OF_NAMES, _SHARE = 0.35, 0.3
-"""Of the width: what names keep, and what they give way to the last column for."""
+_SHARE_OF_NAMES = 0.35
+"""Of the width, what names keep."""
 _PLAIN_WIDTH = 10_000  # a file has no width, so nothing is wrapped or cut there
 
 
@@ -171,8 +172,8 @@ def print_table(
     optional: Sequence[str] = (),
 ) -> None:
     """A table on stdout; columns named in `right` hold numbers. Where there is no room, those in `optional` are left out,
-    then long names in the first column lose their middle, then columns at the end go, which is said; the last column holds the
-    longest text and is folded, or cut in a file, whose lines stay below 200 characters."""
+    then long names in the first column lose their middle but never a range of layers, then columns at the end go, which is said;
+    the last column holds the longest text and is folded, or cut in a file, whose lines stay below 200 characters."""
     console = make_console()
     width = console.width if console.is_terminal else _FILE_WIDTH
     for line in title.splitlines():
@@ -212,9 +213,10 @@ def _fitted(
     kept = list(range(len(columns)))
 
     def names() -> int:
-        """Long names give way to the last column until it has a share of the width, but keep a share of their own."""
+        """Long names give way to the last column until it has the least that it needs, but keep a share of the width."""
         others = sum(full[n] for n in kept[1:-1]) + _GAP * len(kept)
-        return min(full[0], max(_LEAST_OF_NAMES, int(width * _SHARE_OF_NAMES), width - others - int(width * _SHARE)))
+        last = min(full[kept[-1]], _LEAST)
+        return min(full[0], max(_LEAST_OF_NAMES, int(width * _SHARE_OF_NAMES), width - others - last))
 
     def room() -> int:
         return width - names() - sum(full[n] for n in kept[1:-1]) - _GAP * len(kept)
@@ -224,16 +226,15 @@ def _fitted(
             kept.remove(list(columns).index(name))
     cells = [[row[n] for n in kept] for row in rows]
     found = [names(), *(full[n] for n in kept[1:])]
-    lacking = _LEAST - room()
+    lacking = min(_LEAST, full[kept[-1]]) - room()
+    if lacking > 0 and len(kept) > 2:  # a word in every line would be unreadable
+        return _fitted([columns[n] for n in kept[:-1]], [row[:-1] for row in cells], optional, width)
     for number in sorted(range(len(kept) - 1), key=lambda n: (n > 0, -found[n])):
         if lacking > 0:
             less = min(lacking, max(0, found[number] - (_LEAST_OF_OTHERS if number else _LEAST_OF_NAMES)))
             found[number] -= less
             lacking -= less
-    left = width - sum(found[:-1]) - _GAP * len(kept)
-    if left < _LEAST // 2 and len(kept) > 2:  # a word in every line would be unreadable
-        return _fitted([columns[n] for n in kept[:-1]], [row[:-1] for row in cells], optional, width)
-    found[-1] = max(_LEAST // 2, left)
+    found[-1] = max(_LEAST // 2, width - sum(found[:-1]) - _GAP * len(kept))
     for row in cells:
         row[0] = _without_middle(row[0], found[0])
         if width == _FILE_WIDTH and len(row[-1]) > found[-1]:
@@ -242,13 +243,18 @@ def _fitted(
 
 
 def _without_middle(name: str, width: int) -> str:
-    """`model.la..self_attn.q_proj.weight`: the end of a long name says most, and its beginning where it is.
+    """`model.la..self_attn.q_proj.weight`: the end of a long name says most, and its beginning where it is. A range of layers
+    stays, since the rest would be the name of one param.
 
+    >>> _without_middle("model.language_model.layers.31.self_attn.q_proj.weight", 34)
+    'model.lan..self_attn.q_proj.weight'
     >>> _without_middle("model.layers.{0..31}.self_attn.q_proj.weight", 34)
-    'model.lay..self_attn.q_proj.weight'
+    '..{0..31}.self_attn.q_proj.weight'
     """
     if len(name) <= width:
         return name
+    if "{" in name and len(short := _around_ranges(name, width)) <= width:
+        return short
     most = width - 2 - (width - 2) // 4
     starts = (at + 1 for at, letter in enumerate(name) if letter == "." and name[at + 1 : at + 2] not in ("", "."))
     start = next((at for at in starts if len(name) - at <= most and not name[at].isdecimal()), len(name))
@@ -260,3 +266,18 @@ def _without_middle(name: str, width: int) -> str:
     if right.count("}") > right.count("{"):
         right = right[right.index("}") + 1 :]
     return f"{left.rstrip('.')}..{right.lstrip('.')}"
+
+
+def _around_ranges(name: str, width: int) -> str:
+    """The ranges of a name, its end, and of the parts between its dots as many as there is room for, the last ones first."""
+    parts = re.split(r"\.(?![^{]*\})", name)
+    kept = {number for number, part in enumerate(parts) if "{" in part or part is parts[-1]}
+
+    def joined(numbers: set[int]) -> str:
+        shown = [part if number in numbers else "" for number, part in enumerate(parts)]
+        return re.sub(r"\.{2,}(?![^{]*\})", "..", f".{'.'.join(shown)}" if not shown[0] else ".".join(shown))
+
+    for number in reversed(range(len(parts))):
+        if len(joined(kept | {number})) <= width:
+            kept.add(number)
+    return joined(kept)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from layerwise.cli.collector import without_collector
-from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, complain, note
+from layerwise.cli.exits import BAD_INPUT, ENVIRONMENT, OK, announce_torch, complain, note
 from layerwise.cli.models import MissingPackage, ModelKind, ModelSource, build_model, find_model
 from layerwise.cli.plan_request import PlanRequest, checked_layouts
 from layerwise.cli.settings import load_settings
@@ -40,6 +40,8 @@ from layerwise.units import format_count, format_nbytes
 
 _SHOWN_MS = 0.005
 """Phases that take less are not in the table: statistics are a few kilobytes."""
+_MANY_RANKS = 10_000
+"""Plans for as many take seconds."""
 
 
 def run(request: PlanRequest) -> int:
@@ -47,6 +49,8 @@ def run(request: PlanRequest) -> int:
     try:
         with without_collector():
             layouts = checked_layouts(request)
+            if request.ranks >= _MANY_RANKS:
+                note(f"planning for {request.ranks} ranks")
             table = _quantized(_table_for(request), request)
             comparison = _compared(table, request, layouts)
     except ConfigError as error:
@@ -122,6 +126,7 @@ def _live_table(source: ModelSource, request: PlanRequest) -> ParamTable:
 
 
 def _trainer_table(config: TrainConfig, request: PlanRequest) -> ParamTable:
+    announce_torch()
     from layerwise.cli.meta import shapes_only
     from layerwise.comm.dispatch import ExpertRanks
     from layerwise.models.table import param_table, torch_dtype
@@ -293,10 +298,9 @@ def _rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
     phases = [
         phase for phase in PHASES if any(column.traffic.ms_by_phase.get(phase, 0.0) >= _SHOWN_MS for column in columns)
     ]
-    lags = any(column.at_most_nbytes > column.memory.total for column in columns)
-    at_most = [row("  at most", lambda column: format_nbytes(column.at_most_nbytes))] if lags else []
+    at_most = [row("  at most", lambda column: format_nbytes(column.at_most_nbytes))] if _lags(columns) else []
     return [
-        row("memory", lambda column: format_nbytes(column.memory.total)),
+        row("memory without activations", lambda column: format_nbytes(column.memory.total)),
         *at_most,
         row("  at rest", lambda column: format_nbytes(column.memory.at_rest)),
         row("  params", lambda column: format_nbytes(column.memory.params)),
@@ -318,6 +322,10 @@ def _rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
     ]
 
 
+def _lags(columns: Sequence[Column]) -> bool:
+    return any(column.at_most_nbytes > column.memory.total for column in columns)
+
+
 def _cell(value: float | None, show: Callable[[float], str]) -> str:
     return "-" if value is None else show(value)
 
@@ -334,6 +342,8 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     scored = [choice for choice in comparison.choices if choice.scores]
     for choice in scored:
         yield f"* auto takes {choice.layout} for {_label(choice)}, {choice.reason}"
+    if scored:
+        yield _beside_the_table(comparison)
     if comparison.choices and not scored:
         yield "* auto takes flat: there is nothing to choose, no matrix is held by more than one rank"
     for layout, why in comparison.left_out.items():
@@ -349,7 +359,9 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             f"forward and in backward, {format_nbytes(sent.reduce_scatter)} of gradients"
             + (f", {format_nbytes(sent.all_reduce)} between replicas" if sizes.replicate > 1 else "")
         )
-        yield "not counted: the block that is whole for the moment, and activations"
+        yield "not counted: the block that is whole for the moment"
+    if _lags(comparison.columns):
+        yield "at most: with the gradients that wait while reductions lag behind backward; as much must fit"
     hardware = comparison.setting.options.hardware
     yield (
         f"assumed: {hardware.ns_tflops:g} TFLOP/s in Newton-Schulz (--tflops), {hardware.link_gb_s:g} GB/s from each rank "
@@ -357,6 +369,16 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     )
     if comparison.hint is not None:
         yield f"hint: {comparison.hint}"
+
+
+def _beside_the_table(comparison: Comparison) -> str:
+    """What the figures of a choice count, and what those of the table count more, as a line."""
+    chosen = next(column for column in comparison.columns if column.is_chosen)
+    return (
+        "these figures are of the matrices alone: ms waited for the wire and for Newton-Schulz; memory of params, whole gradients, "
+        f"masters and momentum. The table has the whole model, with the other params, slots and workspace: {chosen.layout} "
+        f"{format_nbytes(chosen.memory.total)}, waited for {format_ms(chosen.traffic.waited_ms)} of {format_ms(chosen.traffic.ms)} on the wire, newton-schulz {format_ms(chosen.work.ms)}"
+    )
 
 
 def _saving(codes: Codes) -> str:

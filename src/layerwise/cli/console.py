@@ -25,8 +25,8 @@ from layerwise.units import format_count, format_seconds
 
 _FILE_WIDTH = 198
 """Of tables in a file or a pipe: lines stay below 200 characters."""
-_LEAST, _LEAST_OF_NAMES, _LEAST_OF_OTHERS, _GAP = 18, 26, 16, 3
-"""Characters that the last column keeps, that names keep, that others keep (a shape is not broken), and between two columns."""
+_LEAST, _LEAST_OF_NAMES, _GAP = 18, 26, 3
+"""Characters that the last column keeps, that names keep, and between two columns."""
 _SHARE_OF_NAMES = 0.35
 """Of the width, what names keep."""
 _PLAIN_WIDTH = 10_000  # a file has no width, so nothing is wrapped or cut there
@@ -215,26 +215,21 @@ def _fitted(
     def names() -> int:
         """Long names give way to the last column until it has the least that it needs, but keep a share of the width."""
         others = sum(full[n] for n in kept[1:-1]) + _GAP * len(kept)
-        last = min(full[kept[-1]], _LEAST)
-        return min(full[0], max(_LEAST_OF_NAMES, int(width * _SHARE_OF_NAMES), width - others - last))
+        return min(full[0], max(_LEAST_OF_NAMES, int(width * _SHARE_OF_NAMES), width - others - least()))
+
+    def least() -> int:
+        return min(full[kept[-1]], _LEAST)
 
     def room() -> int:
         return width - names() - sum(full[n] for n in kept[1:-1]) - _GAP * len(kept)
 
     for name in optional:
-        if room() < _LEAST and name in columns:
+        if room() < least() and name in columns:
             kept.remove(list(columns).index(name))
     cells = [[row[n] for n in kept] for row in rows]
-    found = [names(), *(full[n] for n in kept[1:])]
-    lacking = min(_LEAST, full[kept[-1]]) - room()
-    if lacking > 0 and len(kept) > 2:  # a word in every line would be unreadable
+    if room() < least() and len(kept) > 2:  # a word in every line would be unreadable
         return _fitted([columns[n] for n in kept[:-1]], [row[:-1] for row in cells], optional, width)
-    for number in sorted(range(len(kept) - 1), key=lambda n: (n > 0, -found[n])):
-        if lacking > 0:
-            less = min(lacking, max(0, found[number] - (_LEAST_OF_OTHERS if number else _LEAST_OF_NAMES)))
-            found[number] -= less
-            lacking -= less
-    found[-1] = max(_LEAST // 2, width - sum(found[:-1]) - _GAP * len(kept))
+    found = [names(), *(full[n] for n in kept[1:-1]), max(_LEAST // 2, room())]
     for row in cells:
         row[0] = _without_middle(row[0], found[0])
         if width == _FILE_WIDTH and len(row[-1]) > found[-1]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from layerwise._version import __version__
 from layerwise.config.clipping import QKClip
 from layerwise.config.rules import AdaMuon, AdamW, Lion, Muon, NorMuon
+from layerwise.errors import did_you_mean
 from layerwise.routing.heads import AttentionHeads
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.split import Split
@@ -82,8 +83,9 @@ _LAZY = {
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    close = "" if name.startswith("_") else did_you_mean(name, __all__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{close}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

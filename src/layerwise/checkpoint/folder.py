@@ -35,11 +35,14 @@ class Checkpoints:
 
     One that is there is whole: it gets its name when all of it is on disk. Deleting takes the name away first, and never the
     last one that is whole.
+
+    Args:
+        folder: where they are, a folder that all ranks share; made when it is not there.
+        keep: number of checkpoints that stay, None for all of them. 3, since the last may be of a run that went wrong.
+        background: training goes on while they are written, as in `layerwise.save`. False: `save()` returns when they are on disk.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, background: bool = False) -> None:
-        """`keep` is how many stay, None for all of them. With `background` training goes on while they are written: see
-        `layerwise.save`."""
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, or None for all, got {keep!r}.")
         self.folder = Path(folder).absolute()  # one folder, wherever the process goes

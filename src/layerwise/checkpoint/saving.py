@@ -47,7 +47,11 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint that is being written, or has been."""
+    """A checkpoint that is being written, or has been, as `layerwise.save` returns it.
+
+    Args:
+        path: its folder.
+    """
 
     path: Path
     _errand: Errand | None

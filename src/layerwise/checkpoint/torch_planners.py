@@ -62,7 +62,12 @@ def _chunk(part: Part) -> ChunkStorageMetadata:
 
 class TrainState:
     """A model and its optimizer as an object that torch.distributed.checkpoint saves and loads, with the planners of this
-    module. Loading writes into the live tensors, as it does for any other object: `layerwise.load` checks files first."""
+    module. Loading writes into the live tensors, as it does for any other object: `layerwise.load` checks files first.
+
+    Args:
+        model: the model that is saved; None takes the optimizer's own.
+        optimizer: the `Optimizer` that steps it.
+    """
 
     def __init__(self, model: nn.Module | None, optimizer: Optimizer) -> None:
         self._contents = Contents.of(model, optimizer)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from layerwise.config.habits import understands
 
+
+@understands()
 @dataclass(frozen=True, kw_only=True)
 class QKClip:
     """QK-clip, which with Muon makes MuonClip (Kimi K2, arXiv 2507.20534): after a step, query and key weights of heads
-    whose largest attention logit was above a threshold are scaled down to it."""
+    whose largest attention logit was above a threshold are scaled down to it.
+
+    Args:
+        threshold: largest attention logit, after the softmax scale, that is left alone. 100 is the source's; inf watches and
+            scales nothing.
+        balance: share of the factor eta that query rows take, in [0, 1]: eta**balance, and key rows eta**(1 - balance). 0.5, so
+            that both shrink alike.
+    """
 
     threshold: float = 100.0
-    """Largest attention logit, after the softmax scale, that is left alone; inf watches and scales nothing."""
-
     balance: float = 0.5
-    """Share of the factor that query rows take: `eta**balance`; key rows take `eta**(1 - balance)`."""
 
     def __post_init__(self) -> None:
         for name in ("threshold", "balance"):

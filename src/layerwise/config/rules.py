@@ -10,6 +10,7 @@ from functools import cache
 from typing import ClassVar, Literal
 
 from layerwise.config.coefficients import Coefficient, check_coefficients
+from layerwise.config.habits import OF_ADAMW, OF_LION, OF_MUON, OF_NORMUON, understands
 from layerwise.dtypes import DType
 
 WeightDecayMode = Literal["decoupled", "independent", "coupled"]
@@ -74,10 +75,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+_ARGS = "\n    Args:\n"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """An update rule. `lr` and the other fields are starting values: the optimizer's param groups hold the live
-    ones."""
+    """An update rule. Its fields are starting values: the optimizer's param groups hold the live ones.
+
+    Args:
+        lr: learning rate. It has no default, since no rate suits every model; docs/learning_rate.md says where to start.
+        weight_decay: share of each weight that a step takes off, as `weight_decay_mode` says. 0, so that nothing decays unasked.
+        weight_decay_mode: "decoupled": W *= 1 - lr * weight_decay, as in AdamW, so that decay follows the schedule of `lr`;
+            "independent": W *= 1 - weight_decay; "coupled": G += weight_decay * W, before momentum.
+    """
 
     kind: ClassVar[str]
     is_matrix_rule: ClassVar[bool]
@@ -85,13 +95,14 @@ class Rule:
     """The fp32 numbers that are kept for every element, where the element is owned."""
 
     lr: float
-    """Learning rate."""
-
     weight_decay: float = 0.0
-    """Weight decay, applied as `weight_decay_mode` says."""
-
     weight_decay_mode: WeightDecayMode = "decoupled"
-    """decoupled: W *= 1 - lr*wd. independent: W *= 1 - wd. coupled: G += wd*W before momentum."""
+
+    def __init_subclass__(cls) -> None:
+        """The help of a rule has the arguments that it inherits, before its own."""
+        about, _, own = (cls.__doc__ or "").partition(_ARGS)
+        inherited = (cls.__base__.__doc__ or "").partition(_ARGS)[2].rstrip()
+        cls.__doc__ = f"{about.rstrip()}\n{_ARGS}{inherited}\n{own}"
 
     def __post_init__(self) -> None:
         for name in self.option_names():
@@ -127,12 +138,29 @@ class Rule:
         return {name: getattr(self, name) for name in self.option_names()}
 
 
+@understands(OF_MUON)
 @dataclass(frozen=True, kw_only=True)
 class Muon(Rule):
     """Momentum, orthogonalised by Newton-Schulz: `M = mu*M + (1-mu)*G`, `W -= lr * scale * orth(M)`.
 
     Jordan (2024); the default scale and decoupled decay are Moonlight's (arXiv 2502.16982), which lets AdamW's lr be
     reused.
+
+    Args:
+        momentum: mu, the decay of the moving average of gradients in each step, in [0, 1). 0.95 is Jordan's.
+        nesterov: orthogonalise (1 - mu) * G + mu * M in place of M, as Jordan does.
+        coefficients: a set of Newton-Schulz coefficients by name, or a list of (a, b, c), one for each step.
+            "polar_express" is the best one for the worst singular value (arXiv 2505.16932); docs/numerics.md compares all.
+        steps: Newton-Schulz steps. Five, the usual number, bring singular values to between 0.87 and 1.12 with the default set.
+        method: "standard" iterates on the matrix, "gram" on its smaller Gram matrix; "auto" takes "gram" where it saves work.
+        scale: factor on an orthogonalised (rows, cols) matrix. "rms": 0.2 * sqrt(max(rows, cols)), about as large as an update
+            of AdamW, so that its `lr` fits; "spectral": sqrt(max(rows, cols)); "shape": sqrt(max(1, rows / cols)), Jordan's;
+            "unit_rms": sqrt(rows / cols); "none": 1.
+        extra_scale: a constant on top of `scale`; 1 leaves it as it is.
+        ns_dtype: dtype in which Newton-Schulz works: "bf16", "fp16" or "fp32". With "bf16", the fastest, updates travel in
+            bf16 too; with the others in fp32.
+        tp_mode: for a matrix that tensor parallelism has cut. "auto" orthogonalises it whole, wherever its blocks are stored;
+            "blockwise" each rank's block by itself, with the scale of the whole, which is another update.
     """
 
     kind: ClassVar[str] = "muon"
@@ -140,33 +168,14 @@ class Muon(Rule):
     state_names: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
-    """mu of the exponential moving average of gradients."""
-
     nesterov: bool = True
-    """Orthogonalise (1-mu)*G + mu*M instead of M."""
-
     coefficients: str | Sequence[Coefficient] = "polar_express"
-    """Name of a coefficient set, or a list of (a, b, c); see config/coefficients.py."""
-
     steps: int = 5
-    """Newton-Schulz steps."""
-
     method: Method = "auto"
-    """standard iterates on the matrix, gram on its smaller Gram matrix; auto takes gram where it saves work."""
-
     scale: Scale = "rms"
-    """Update scale by matrix shape. rms: 0.2*sqrt(max), spectral: sqrt(max), shape: sqrt(max(1, rows/cols)), unit_rms:
-    sqrt(rows/cols), none: 1."""
-
     extra_scale: float = 1.0
-    """A constant on top of `scale`."""
-
     ns_dtype: NsDtype = "bf16"
-    """Working dtype of Newton-Schulz. With bf16 the update also travels in bf16; otherwise in fp32."""
-
     tp_mode: TpMode = "auto"
-    """What becomes of a matrix that tensor parallelism has cut. auto: it is orthogonalised whole, wherever its blocks are
-    stored. blockwise: each rank's block by itself, with the scale of the whole, which is another update."""
 
     def __post_init__(self) -> None:
         self._set("steps", plain_option(self.steps))
@@ -190,66 +199,81 @@ class Muon(Rule):
         return wire_dtype_for(self.ns_dtype)
 
 
+@understands(OF_NORMUON)
 @dataclass(frozen=True, kw_only=True)
 class NorMuon(Muon):
-    """Muon whose update is normalised neuron by neuron with a running second moment of each row (arXiv 2510.05491)."""
+    """Muon whose update is normalised neuron by neuron with a running second moment of each row (arXiv 2510.05491).
+
+    Args:
+        beta2: decay of the second moment of each row in each step, in [0, 1). 0.95 is as long a memory as `momentum`'s.
+        eps: added to the root of the second moment, so that nothing is divided by 0.
+    """
 
     kind: ClassVar[str] = "normuon"
 
     beta2: float = 0.95
-    """Decay of the row-wise second moment."""
-
     eps: float = 1e-8
-    """Added to the root of the second moment."""
 
     @classmethod
     def home_state(cls, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
         return {"row_moment": (rows,)}
 
 
+@understands(OF_NORMUON)
 @dataclass(frozen=True, kw_only=True)
 class AdaMuon(Muon):
     """Muon on the sign of the momentum, with an element-wise second moment of the orthogonalised update (arXiv
-    2507.11005)."""
+    2507.11005).
+
+    Args:
+        beta2: decay of the second moment of each element in each step, in [0, 1). 0.95 is as long a memory as `momentum`'s.
+        eps: added to the root of the second moment, so that nothing is divided by 0.
+    """
 
     kind: ClassVar[str] = "adamuon"
 
     beta2: float = 0.95
-    """Decay of the element-wise second moment."""
-
     eps: float = 1e-8
-    """Added to the root of the second moment."""
 
     @classmethod
     def home_state(cls, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
         return {"second_moment": (rows, cols)}
 
 
+@understands(OF_ADAMW)
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Rule):
-    """Adam with weight decay, as in torch.optim.AdamW."""
+    """Adam with weight decay, as in torch.optim.AdamW.
+
+    Args:
+        betas: decays of the first and of the second moment in each step, each in [0, 1). (0.9, 0.95) is usual for language
+            models; torch has (0.9, 0.999).
+        eps: added to the root of the second moment, so that nothing is divided by 0; torch's value.
+    """
 
     kind: ClassVar[str] = "adamw"
     is_matrix_rule: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decays of the first and second moment."""
-
     eps: float = 1e-8
-    """Added to the root of the second moment."""
 
 
+@understands(OF_LION)
 @dataclass(frozen=True, kw_only=True)
 class Lion(Rule):
-    """Sign of an interpolated momentum (arXiv 2302.06675)."""
+    """Sign of an interpolated momentum (arXiv 2302.06675).
+
+    Args:
+        betas: share of the momentum in the update, and decay of the momentum in each step, each in [0, 1). (0.95, 0.98) is the
+            source's choice for language models.
+    """
 
     kind: ClassVar[str] = "lion"
     is_matrix_rule: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     betas: tuple[float, float] = (0.95, 0.98)
-    """Interpolation used for the update, and decay of the momentum."""
 
 
 RULES_BY_KIND: dict[str, type[Rule]] = {rule.kind: rule for rule in (Muon, NorMuon, AdaMuon, AdamW, Lion)}

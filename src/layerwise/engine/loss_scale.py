@@ -6,21 +6,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from layerwise.config.habits import OF_LOSS_SCALE, understands
 from layerwise.dtypes import DType
 from layerwise.errors import warn
 from layerwise.layout.plan import Plan
 
 
+@understands(OF_LOSS_SCALE)
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the scale moves. Powers of two throughout, so that scaling and unscaling are exact."""
+    """How the scale of an fp16 loss moves. Powers of two throughout, so that scaling and unscaling are exact.
+
+    Args:
+        initial: scale of the first step. 2**16 is torch's; too large a one costs a few skipped steps.
+        factor: multiplies the scale after `growth_interval` good steps and divides it after `hysteresis` bad ones; 2 is torch's.
+        growth_interval: steps without inf or NaN in a row after which the scale grows. 1000, half of torch's, regains it sooner.
+        hysteresis: steps with inf or NaN since the scale last moved after which it shrinks. 2 forgives a single bad batch.
+        minimum: the scale never falls below. 1 is no scaling at all.
+    """
 
     initial: float = 2.0**16
-    """The scale of the first step."""
-
     factor: float = 2.0
-    """Multiplies the scale after `growth_interval` good steps, divides it after `hysteresis` bad ones."""
-
     growth_interval: int = 1000
     hysteresis: int = 2
     minimum: float = 1.0

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from layerwise.config.rules import RULES_BY_KIND, Rule, plain_option, tp_mode_of
-from layerwise.errors import StateError, did_you_mean
+from layerwise.errors import StateError, did_you_mean, shown
 from layerwise.layout.blocks import count_blocks
 from layerwise.layout.plan import Plan
 from layerwise.routing.defaults import Family
@@ -49,8 +50,7 @@ def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ..
     given: dict[str, object] = {"matrix": matrix, "other": other}
     for name, rule in given.items():
         if not isinstance(rule, Rule):
-            example = "Muon" if name == "matrix" else "AdamW"
-            raise TypeError(f"{name} must be a rule such as layerwise.{example}(lr=...), got {rule!r}.")
+            raise TypeError(f"{name} must be a rule such as {_rule_like(rule, name)}, got {_in_short(rule)}.")
     if other.is_matrix_rule:
         raise ValueError(
             f"other={type(other).__name__}(...) is a matrix rule: it cannot update vectors and embeddings. Use AdamW or Lion, and give "
@@ -68,6 +68,26 @@ def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ..
         groups.append(GroupPlan(f"rule {number}" if number else family, rule, tuple(fqns)))
     # torch wants one, and a scheduler finds its options there: a pipeline stage may train nothing.
     return tuple(groups) or (GroupPlan("other", other, ()),)
+
+
+def _rule_like(given: object, name: str) -> str:
+    """What to write in place of what is no rule: the rule of that name, with the options that a torch optimizer has."""
+    kind = given if isinstance(given, type) else type(given)
+    rule = {rule.__name__: rule for rule in RULES_BY_KIND.values()}.get(kind.__name__)
+    if rule is None:
+        return f"layerwise.{'Muon' if name == 'matrix' else 'AdamW'}(lr=...)"
+    defaults = given.defaults if isinstance(given, torch.optim.Optimizer) else {}
+    known = [f"{option}={defaults[option]!r}" for option in rule.option_names() if option in defaults]
+    return f"layerwise.{rule.__name__}({', '.join(known) or 'lr=...'})"
+
+
+def _in_short(given: object) -> str:
+    """An optimizer or a class by its name, which says it all; its repr is a wall of text."""
+    kind = given if isinstance(given, type) else type(given)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(given, type):
+        return f"the class {name}"
+    return f"a {name}" if isinstance(given, torch.optim.Optimizer) else shown(given)
 
 
 def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:

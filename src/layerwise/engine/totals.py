@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from layerwise.engine.gradients import Divisors
+from layerwise.layout.schedule import Kind
+from layerwise.units import format_nbytes
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the last step saw and did. The same on every rank, but for bytes."""
+    """What the last step saw and did. The same on every rank, but for bytes. `str()` is one line of it, and `as_dict()` flat
+    numbers for a tracker."""
 
     step: int = 0
     """Successful steps so far."""
@@ -43,6 +47,40 @@ class StepStats:
     """Bytes this rank sent since the step before, per kind of collective."""
     products: Mapping[str, str] = field(default_factory=dict)
     """For every `ns_dtype` in use, which kernels multiply in Newton-Schulz, and why."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank sent since the step before, over all kinds of collectives."""
+        return sum(self.bytes_by_collective.values())
+
+    def as_dict(self) -> dict[str, float | int | bool | str]:
+        """The fields as a tracker takes them, under the same keys at every step: numbers as they are, of names of params, heads
+        and modules how many there are, of a mapping an entry `norms/matrix` for each of its names. Left out is what was not
+        counted (`num_zeros`, `max_logit`), and `products`, which is text that does not change."""
+        # Of a kind of collective that a step did not issue there is no entry.
+        sent = {**dict.fromkeys(get_args(Kind), 0), **self.bytes_by_collective}
+        found: dict[str, float | int | bool | str] = {"bytes_sent": self.bytes_sent}
+        for name, value in {**vars(self), "bytes_by_collective": sent, "products": None}.items():
+            if name == "missing" or isinstance(value, tuple):
+                found[name] = len(value)
+            elif isinstance(value, Mapping):
+                found |= {f"{name}/{key}": one for key, one in value.items()}
+            elif value is not None:
+                found[name] = value
+        return found
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}", f"grad_norm {self.grad_norm:.4g}"]
+        parts += [f"{name} clipped x{factor:.3g}" for name, factor in self.clip_coefficients.items() if factor != 1.0]
+        parts += [f"skipped: {self.skip_reason}"] if self.skipped else []
+        parts += [f"loss_scale {self.loss_scale:g}"] if self.loss_scale != 1.0 else []
+        parts += [f"max_logit {self.max_logit:.4g}"] if self.max_logit is not None else []
+        counts = {
+            name: len(getattr(self, name)) for name in ("missing", "nonfinite", "nonfinite_logits", "unseen_logits")
+        }
+        counts |= {"clipped_heads": self.clipped_heads, "num_zeros": self.num_zeros or 0}
+        parts += [f"{name} {number}" for name, number in counts.items() if number]
+        return ", ".join([*parts, f"{format_nbytes(self.bytes_sent)} sent"])
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,18 @@ class Plan:
         numel = sum(buffer.param_numel for buffer in self.buffers)
         return sum(buffer.padding for buffer in self.buffers) / numel if numel else 0.0
 
+    @property
+    def headline(self) -> str:
+        """The plan in a few words, on one line."""
+        count = [route.family for route in self.routes.values()].count
+        matrices = sum(len(route.matrices) for route in self.routes.values())
+        frozen = f", {count('frozen')} frozen" if count("frozen") else ""
+        counts = f"{matrices} matrices, {count('other')} other params{frozen}"
+        return f"{self.layout_label}, {self.ranks} rank{'s' if self.ranks != 1 else ''}, {counts}, digest {self.digest[:12]}"
+
+    def __repr__(self) -> str:
+        return f"Plan({self.headline})"
+
     def describe(self) -> str:
         """The plan for people: buffers, buckets, homes and balance."""
         lines = [
@@ -262,7 +274,7 @@ def make_plan(
     >>> make_plan(table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), world=2).works[0].imbalance
     1.0
     """
-    plans = compare_plans(
+    return compare_plans(
         table,
         (options.layout,),
         options,
@@ -271,8 +283,7 @@ def make_plan(
         ranks=ranks,
         stages_by_tie=stages_by_tie,
         placed=placed,
-    )
-    return plans[options.layout]
+    )[options.layout]
 
 
 def compare_plans(
@@ -357,7 +368,7 @@ def compare_plans(
             made = draft(next(iter(same)) if len(same) == 1 else chosen)
         else:
             made = draft(layout)
-        plan = Plan(
+        plans[layout] = plan = Plan(
             table=table,
             routes=routes,
             world=world,
@@ -371,7 +382,6 @@ def compare_plans(
             own=made.own,
         )
         refuse_combinations(plan.options, plan.buffers, world_by_domain, plan.stages_by_tie)
-        plans[layout] = plan
     return plans
 
 

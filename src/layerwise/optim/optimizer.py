@@ -14,6 +14,7 @@ from layerwise.comm.groups import ProcessGroup, agree, any_rank, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
+from layerwise.config.habits import OF_OPTIMIZER, understands
 from layerwise.config.rules import Rule
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
@@ -30,12 +31,14 @@ from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
+from layerwise.optim.defaults import Defaults
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
 from layerwise.optim.state import STEP, ExtraState, Own, after_hooks, export_state, extra_state_of, fit_state, say_part
 from layerwise.optim.whole import Whole, check_consolidation, part_of, put_together, with_steps
 from layerwise.routing.rules import RouteRule
 
 
+@understands(OF_OPTIMIZER)
 class Optimizer(torch.optim.Optimizer):
     """Steps a `DataParallel` model, a `DistributedDataParallel` one, a module that torch's `fully_shard` or
     `parallelize_module` has cut, or a plain one in a single process.
@@ -47,10 +50,7 @@ class Optimizer(torch.optim.Optimizer):
         model: a `DataParallel`, a `DistributedDataParallel`, or an `nn.Module`, whose params may be DTensors.
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
-        rules: routing rules for a plain module; a wrapped one has its own.
-        strict: strict routing for a plain module, as in `DataParallel`.
-        example_inputs: inputs for a plain module, whose forward is followed on them, as in `DataParallel`.
-        routing: "table", "trace" or the path of a recorded routing, for a module that is not wrapped, as in `DataParallel`.
+        rules, strict, example_inputs, routing: as in `DataParallel`, for a plain module; a wrapped one has its own.
         process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes. Of a plain one
             with reduced gradients, the ranks that they are reduced over; None means all of them.
         gradients: "reduced" for a plain module on several ranks whose `.grad`s are the same on all of them by the time of
@@ -151,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         self._planned = planned
         self.given_rates = {group.name: group.rule.lr for group in planned.groups}
         """What every param group began with: a schedule may have changed it since."""
-        super().__init__([group.as_param_group(self.engine.storage.params) for group in planned.groups], {})
+        super().__init__([group.as_param_group(self.engine.storage.params) for group in planned.groups], Defaults())
         self._is_sealed = True
         dtypes = {fqn: group.rule.wire_dtype for group in planned.groups for fqn in group.fqns}
         # Who takes the steps; checkpoints ask it what there is beside shards.

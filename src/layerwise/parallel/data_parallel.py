@@ -24,6 +24,7 @@ from layerwise.comm.groups import (
     num_stages,
 )
 from layerwise.comm.scopes import scope
+from layerwise.config.habits import OF_DATA_PARALLEL, understands
 from layerwise.engine.engine import Engine
 from layerwise.engine.reducer import GradReducer
 from layerwise.engine.settings import Settings
@@ -53,6 +54,7 @@ _SAME_EVERYWHERE = (
 """Settings that decide when collectives are issued, and are in no plan."""
 
 
+@understands(OF_DATA_PARALLEL)
 class DataParallel(nn.Module):
     """Wraps a module for training on all ranks of the default process group; without one it runs alone.
 
@@ -211,6 +213,10 @@ class DataParallel(nn.Module):
     def plan(self) -> Plan:
         """What was decided: `.digest`, `.describe()`, `.route(fqn).reason`."""
         return self.engine.plan
+
+    def __repr__(self) -> str:
+        """One line. The tree of modules is `repr(model.module)`."""
+        return f"{type(self).__name__}({type(self.module).__name__}, {self.plan.headline})"
 
     @partial(never_traced, recursive=False)
     def forward(self, *args: object, **kwargs: object) -> object:

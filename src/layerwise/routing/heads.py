@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from layerwise.config.habits import understands
 from layerwise.errors import did_you_mean, listed
 from layerwise.routing.geometry import Box, collapse
 from layerwise.routing.spec import DENSE, ParamSpec, ParamTable
@@ -44,6 +45,7 @@ class HeadRows:
         return {"query": balance, "key": 1.0 - balance, "query_alone": 1.0}[self.role]
 
 
+@understands()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHeads:
     """The query heads of an attention module and the rows behind their logits.
@@ -51,13 +53,16 @@ class AttentionHeads:
     >>> heads = AttentionHeads.grouped(query="q_proj", key="k_proj", n_heads=4, n_kv_heads=2, head_dim=8)
     >>> [(rows.param, rows.start, rows.stop, rows.heads) for rows in heads.rows]
     [('q_proj', 0, 16, (0, 1)), ('k_proj', 0, 8, (0, 1)), ('q_proj', 16, 32, (2, 3)), ('k_proj', 8, 16, (2, 3))]
+
+    Args:
+        n_heads: number of query heads: as many maxima are recorded.
+        rows: a `HeadRows` for each stretch of rows that is scaled together; every head is in one group of heads.
+        records: the module calls `layerwise.record_logits` itself. False, so that the library finds its attention.
     """
 
     n_heads: int
-    """Query heads: as many maxima are recorded."""
     rows: tuple[HeadRows, ...]
     records: bool = False
-    """The module calls `layerwise.record_logits` itself, so nobody has to look for its attention."""
 
     def __post_init__(self) -> None:
         problem = self._problem()

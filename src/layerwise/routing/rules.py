@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from layerwise.config.habits import OF_ROUTE_RULE, understands
 from layerwise.config.rules import plain_option
 from layerwise.errors import did_you_mean, listed
 from layerwise.routing.defaults import DEFAULT_RULES, Family
@@ -20,28 +21,33 @@ _SUSPICIOUS_SHARE = 0.1
 """Below this share of trainable elements under the matrix rule, a model is probably not routed as its user thinks."""
 
 
+@understands(OF_ROUTE_RULE, in_order=("pattern", "to"))
 @dataclass(frozen=True, kw_only=True)
 class RouteRule:
     """A user's routing rule: params that match `pattern`, `module_type` and `when` go to `to`, with `options` over the
-    rule's own.
+    rule's own. At least one of the three is given; of several rules the first that matches decides.
 
     >>> RouteRule(pattern="*.router.weight", to="other", options={"lr": 1e-4}).to
     'other'
+
+    Args:
+        to: "matrix" for the optimizer's `matrix=` rule, "other" for its `other=` rule. No default: that is what the rule says.
+        pattern: glob on the fully qualified name of a param, such as "*.router.weight"; None takes any.
+        module_type: glob on the class name of the module that holds the param; None takes any.
+        when: predicate on the `ParamSpec`, all that is known about a param; None takes any.
+        options: overrides for fields of the update rule, such as {"lr": 1e-4}: the matched params get a param group of their own.
+        row_blocks: rows of each block of a fused weight, for `to="matrix"`: each block is a matrix. () does not cut.
+        split: a `Split` that says how each matched param breaks into matrices, for `to="matrix"`; "whole" says that it does not;
+            None leaves it to the module and the defaults.
     """
 
     to: Literal["matrix", "other"]
     pattern: str | None = None
-    """Glob on the fully qualified name."""
     module_type: str | None = None
-    """Glob on the class name of the module that holds the param."""
     when: Callable[[ParamSpec], bool] | None = None
-    """A predicate on everything that is known about the param."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Overrides for the fields of the rule that updates the matched params: lr, weight_decay, ns_dtype ..."""
     row_blocks: tuple[int, ...] = ()
-    """Row blocks of a fused weight, for `to="matrix"`."""
     split: Split | Literal["whole"] | None = None
-    """How the matched params break into matrices, for `to="matrix"`; "whole" says that they do not."""
 
     def __post_init__(self) -> None:
         if self.to not in ("matrix", "other"):

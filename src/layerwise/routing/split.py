@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TypeGuard
 
+from layerwise.config.habits import understands
 from layerwise.routing.geometry import Box
 
 _ROLES = frozenset("rca")
@@ -38,9 +39,20 @@ class Part:
     cols: int
 
 
+@understands()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a param breaks into matrices. Plain numbers: it can be written down in a config file."""
+    """How a param breaks into matrices. Plain numbers: it can be written down in a config file.
+
+    >>> Split(grid=(96, 32), roles="rc", blocks=(32, 32, 32)).num_parts  # query, key, value one after the other
+    3
+
+    Args:
+        grid: sizes of the axes as which the param's elements are viewed, in storage order; their product is its size.
+        roles: a letter for each axis of the grid: "r" makes up rows, "c" columns, and each index along "a" is a matrix apart.
+        block_axis: number of the axis that `blocks` cut; 0, since fused weights are mostly cut by rows.
+        blocks: sizes of the blocks along that axis, each a matrix of its own; () does not cut.
+    """
 
     grid: tuple[int, ...]
     roles: str

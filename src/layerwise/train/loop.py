@@ -184,7 +184,7 @@ class Run:
             lr_factor=lr_factor(self.config.schedule, step - 1, self.config.train.steps),
             step_ms=1000 * lap_s / meter.steps,
             tokens_per_s=self.tokens_per_step * meter.steps / lap_s,
-            bytes_sent=sum(stats.bytes_by_collective.values()),
+            bytes_sent=stats.bytes_sent,
             elapsed_s=meter.elapsed_s,
         )
         meter.train_s += lap_s

@@ -5,8 +5,11 @@ On one rank bf16 replicas are written from fp32 masters, so whoever reads them t
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -438,6 +441,27 @@ def test_a_compiled_step_of_the_optimizer_has_the_bits_of_an_eager_one() -> None
         loss_of(twin, number).backward()
         twin.optimizer.step()
     assert same(run.weights(), twin.weights())
+
+
+FRESH = """
+import sys
+from tests.unit.parallel.test_watch import Training, same, sync, torch, whole_step
+
+assert "torch._dynamo" not in sys.modules
+torch.set_num_threads(1)
+run, twin = Training(prefetch=0), sync()
+compiled, eager = torch.compile(whole_step(run), backend="aot_eager"), whole_step(twin)
+assert [compiled(number) for number in range(3)] == [eager(number) for number in range(3)]
+assert same(run.weights(), twin.weights())
+"""
+
+
+@pytest.mark.slow
+def test_the_first_step_of_a_process_may_be_compiled() -> None:
+    """What loads the compiler at its first call is called by compiled code first."""
+    command = [sys.executable, "-W", "ignore", "-c", FRESH]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def _compiled_on_two_ranks(rank: int, world: int) -> list[str]:

@@ -4,7 +4,7 @@
 
 Each repeat is a fresh process of either script, turn by turn, alone in a gloo group. The clock starts before the process does and
 stops when its first step has returned; the processes themselves note when imports were done and when model and optimizer were
-built. CPU seconds stand beside wall seconds, since another job on the machine counts in those only.
+built. CPU seconds stand beside wall seconds, since another job on the machine counts in those most.
 
 Writes benchmarks/results/first_step.json.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "first_step.json"
-REPEATS = 7
+REPEATS = 15
 LIMIT_S = 0.5
 """What the first step may come later."""
 
@@ -103,10 +103,14 @@ def main() -> int:
         for which, found in runs.items():
             found.append(repeat(which))
     ours, theirs = runs["layerwise"], runs["ddp"]
-    more = {clock: median(ours, clock) - median(theirs, clock) for clock in ("wall_s", "cpu_s")}
+    last = PHASES[-1]
+    more = {
+        clock: statistics.median(one[clock][last] - other[clock][last] for one, other in zip(ours, theirs, strict=True))
+        for clock in ("wall_s", "cpu_s")
+    }
     report = {
         "what": "seconds from the start of python to the end of the first step of a two-layer model, in a gloo group of one rank; "
-        f"medians of {REPEATS} fresh processes of each script, turn by turn",
+        f"medians of {REPEATS} fresh processes of each script, turn by turn, and of the differences of those that ran one after the other",
         "command": "python benchmarks/first_step.py",
         "host": {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -125,9 +129,13 @@ def main() -> int:
             }
             for which, found in runs.items()
         },
+        "quickest": {
+            which: {clock: round(min(run[clock][last] for run in found), 3) for clock in ("wall_s", "cpu_s")}
+            for which, found in runs.items()
+        },
         "loads_the_compiler": {which: found[0]["compiler"] for which, found in runs.items()},
         "repeats": {
-            which: [{clock: round(run[clock][PHASES[-1]], 3) for clock in ("wall_s", "cpu_s")} for run in found]
+            which: [{clock: round(run[clock][last], 3) for clock in ("wall_s", "cpu_s")} for run in found]
             for which, found in runs.items()
         },
     }
@@ -135,7 +143,7 @@ def main() -> int:
     for which, found in runs.items():
         print(f"{which}: {median(found, 'wall_s'):.2f} s, {median(found, 'cpu_s'):.2f} s of CPU")
     print(
-        f"layerwise is {more['wall_s']:+.2f} s later ({more['cpu_s']:+.2f} s of CPU), limit {LIMIT_S} s; wrote {RESULTS.name}"
+        f"layerwise takes {more['wall_s']:+.2f} s ({more['cpu_s']:+.2f} s of CPU) more, limit {LIMIT_S} s; wrote {RESULTS.name}"
     )
     return 0 if more["wall_s"] <= LIMIT_S else 1
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerwise.comm.contract import Contract, Fingerprint
 from layerwise.comm.handles import Handle
+from layerwise.comm.leaving import blocking
 from layerwise.comm.lifetimes import Made, check_alive
 from layerwise.comm.scopes import scope
 from layerwise.errors import ContractError
@@ -63,9 +64,10 @@ class Communicator:
             if out.data_ptr() != full.data_ptr():
                 out.copy_(full)
             return Handle(_name(op), out)
+        source, target = full.detach(), out.detach()
         with self._launching(op):
-            work = _reduce_scatter(out, full, group=self.group, async_op=True)
-        return Handle(_name(op), out, (full, out), (work,))
+            work = _reduce_scatter(target, source, group=self.group, async_op=True)
+        return Handle(_name(op), out, (source, target), (work,))
 
     def all_reduce(self, op: CommOp, tensor: Tensor) -> Handle:
         """Sum `tensor` over ranks, or take what is largest, as the op says; in place."""
@@ -73,9 +75,10 @@ class Communicator:
         self._count("all_reduce", wire_nbytes("all_reduce", tensor.nbytes, self.world))
         if self.group is None or self.world == 1:
             return Handle(_name(op), tensor)
+        alias = tensor.detach()
         with self._launching(op):
-            work = dist.all_reduce(tensor, _REDUCE_OPS[op.reduce], group=self.group, async_op=True)
-        return Handle(_name(op), tensor, (tensor,), (work,))
+            work = dist.all_reduce(alias, _REDUCE_OPS[op.reduce], group=self.group, async_op=True)
+        return Handle(_name(op), tensor, (alias,), (work,))
 
     def all_gather(self, op: CommOp, shard: Tensor, full: Tensor) -> Handle:
         """Every rank's `shard` into `full`, in rank order.
@@ -92,9 +95,10 @@ class Communicator:
             if parts[self.rank].data_ptr() != shard.data_ptr():
                 parts[self.rank].copy_(shard)
             return self._broadcasts(op, full, list(enumerate(parts)))
+        source, target = shard.detach(), full.detach()
         with self._launching(op):
-            work = _all_gather(full, shard, group=self.group, async_op=True)
-        return Handle(_name(op), full, (shard, full), (work,))
+            work = _all_gather(target, source, group=self.group, async_op=True)
+        return Handle(_name(op), full, (source, target), (work,))
 
     def uneven_all_gather(self, op: CommOp, full: Tensor, numels: Sequence[int]) -> Handle:
         """Every rank's stretch of `full`, `numels[r]` elements of rank r, to all of them, in place.
@@ -117,6 +121,7 @@ class Communicator:
         return self._broadcasts(op, full, pieces)
 
     def _broadcasts(self, op: CommOp, full: Tensor, pieces: Sequence[tuple[int, Tensor]]) -> Handle:
+        """Pieces of `full`, from their sources, as views that nobody else keeps."""
         if self.group is None or self.world == 1:
             return Handle(_name(op), full)
         with self._launching(op):
@@ -124,7 +129,7 @@ class Communicator:
                 dist.broadcast(piece, dist.get_global_rank(self.group, source), group=self.group, async_op=True)
                 for source, piece in pieces
             ]
-        return Handle(_name(op), full, (full,), works)
+        return Handle(_name(op), full, tuple(piece for _, piece in pieces), works)
 
     def all_to_all(
         self, op: CommOp, send: Tensor, receive: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
@@ -135,11 +140,12 @@ class Communicator:
         if self.group is None or self.world == 1:
             receive.copy_(send)
             return Handle(_name(op), receive)
+        source, target = send.detach(), receive.detach()
         with self._launching(op):
             work = dist.all_to_all_single(
-                receive, send, list(receive_splits), list(send_splits), group=self.group, async_op=True
+                target, source, list(receive_splits), list(send_splits), group=self.group, async_op=True
             )
-        return Handle(_name(op), receive, (send, receive), (work,))
+        return Handle(_name(op), receive, (source, target), (work,))
 
     def broadcast(self, tensor: Tensor, *, label: str, source: int = 0) -> None:
         """Rank `source`'s tensor to all, in place and at once. Used at construction only, so it is in no step's
@@ -148,7 +154,7 @@ class Communicator:
         self._check(name, "broadcast", tensor, root=source)
         if self.group is not None and self.world > 1:
             with scope(name):
-                dist.broadcast(tensor, dist.get_global_rank(self.group, source), group=self.group)
+                blocking(dist.broadcast, tensor, src=dist.get_global_rank(self.group, source), group=self.group)
 
     def gather_numbers(self, numbers: Tensor, *, label: str) -> Tensor:
         """Every rank's few numbers, one row each. For comparisons beside a step, so it is in no schedule."""
@@ -158,7 +164,7 @@ class Communicator:
             return numbers[None]
         rows = numbers.new_empty(self.world * numbers.numel())
         with scope(name):
-            _all_gather(rows, numbers, group=self.group)
+            blocking(_all_gather, rows, numbers, group=self.group)
         return rows.view(self.world, -1)
 
     def add_bits(self, bits: Tensor, *, label: str) -> None:
@@ -168,7 +174,7 @@ class Communicator:
         self._check(name, "all_reduce", bits)
         if self.group is not None and self.world > 1:
             with scope(name):
-                dist.all_reduce(bits, group=self.group)
+                blocking(dist.all_reduce, bits, group=self.group)
 
     def check_alive(self, what: str) -> None:
         """Raise if there is something to send, and the group to send it over is gone."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layerwise.comm.leaving import blocking
 from layerwise.comm.lifetimes import check_alive
 from layerwise.comm.scopes import scope
 from layerwise.comm.sharded import is_sharded
@@ -54,7 +55,7 @@ def exchange_counts(counts: Tensor, ranks: ExpertRanks) -> Tensor:
         return counts
     check_alive(ranks.group, "rows to experts")
     received = torch.empty_like(counts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, counts.contiguous(), group=ranks.group)
+    blocking(dist.all_to_all_single, received, counts.contiguous(), group=ranks.group)
     return received
 
 
@@ -101,5 +102,6 @@ def _all_to_all(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], 
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     # Backends read strided memory as if it were whole: gradients of transposed or expanded tensors arrive like that.
     with scope("dispatch all_to_all"):
-        dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
+        splits = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
+        blocking(dist.all_to_all_single, out, rows.contiguous(), **splits, group=group)
     return out

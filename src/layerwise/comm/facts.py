@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from layerwise.comm.leaving import blocking
+
 
 def gather_facts(
     facts: object, group: dist.ProcessGroup | None = None, device: torch.device | None = None
@@ -17,9 +19,9 @@ def gather_facts(
     world = dist.get_world_size(group)
     mine = torch.tensor(list(json.dumps(facts, default=repr).encode()), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group)
+    blocking(dist.all_gather, sizes, torch.tensor([mine.numel()], device=device), group=group)
     padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     texts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(texts, padded, group=group)
+    blocking(dist.all_gather, texts, padded, group=group)
     return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]

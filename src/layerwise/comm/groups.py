@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.facts import gather_facts
+from layerwise.comm.leaving import blocking
 from layerwise.comm.lifetimes import Made, collect_dropped, counted_alike, destroy_retired
 from layerwise.comm.waiting import PATIENCE_S, impatient
 from layerwise.errors import PlanMismatchError, StateError
@@ -309,7 +310,7 @@ def agree(groups: Groups, what: str, facts: Mapping[str, object], *, across_stag
     mine = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(groups.world)]
     with _waiting(groups, what):
-        dist.all_gather(everyone, mine, group=groups.control)
+        blocking(dist.all_gather, everyone, mine, group=groups.control)
     compared = [0 if across_stages else min(groups.stages[stage]) for stage in groups.stage_of]
     pairs = [(first, rank) for rank, first in enumerate(compared) if not torch.equal(everyone[first], everyone[rank])]
     # Every rank of a stage may have failed alike: then its peers agree, and only the other stages do not know.
@@ -339,7 +340,7 @@ def any_rank(groups: Groups, flag: bool) -> bool:
     if groups.control is None:
         return flag
     count = torch.tensor([int(flag)], device="cpu")
-    dist.all_reduce(count, group=groups.control)
+    blocking(dist.all_reduce, count, group=groups.control)
     return bool(count)
 
 

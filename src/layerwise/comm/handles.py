@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from layerwise.comm.leaving import lend
 from layerwise.comm.scopes import note_flight, scope
 from layerwise.errors import StateError
 
@@ -21,7 +22,7 @@ class Work(Protocol):
 
 
 class Handle:
-    """A collective in flight, or several that are one: they are complete together."""
+    """A collective in flight, or several that are one: they are complete together. `keep_alive` are the aliases that it got."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Handle:
         # memory to somebody else.
         self._keep_alive = keep_alive
         self._works = tuple(works)
+        lend(keep_alive, self._works)
         self._flight = note_flight(label, result, self._works)
         self._then: Callable[[], object] | None = None
         self._done = False

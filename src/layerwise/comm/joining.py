@@ -6,17 +6,24 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import secrets
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from layerwise.comm.dispatch import ALL_EXPERTS_HERE, ExpertRanks
 from layerwise.comm.facts import gather_facts
+from layerwise.comm.leaving import blocking
 from layerwise.comm.tensor_parallel import ALL_HEADS_HERE, TensorRanks
-from layerwise.errors import PlanMismatchError
+from layerwise.errors import PlanMismatchError, StateError, a_few
+
+_POLL_S = 0.01
+"""How often rank 0 looks whether another rank has come."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,8 @@ def init(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) 
     """Join the ranks that a launcher such as torchrun started, and say which one this is. Call it first.
 
     Without a launcher (no RANK and WORLD_SIZE in the environment) this process is the only one, and no process group is
-    made. Where there is a process group already it stays as it is.
+    made. Where there is a process group already it stays as it is. Ranks that torchrun starts again (`--max-restarts`) meet
+    anew, whatever those before them have left in the launcher's store.
 
     Args:
         backend: "nccl", "gloo", or "auto": nccl on GPUs, gloo on CPUs.
@@ -103,8 +111,59 @@ def init(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) 
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    store = _store_of_attempt(rank, world, timeout_s)
+    named = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **named)
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=local_rank, device=chosen)
+
+
+def _store_of_attempt(rank: int, world: int, timeout_s: float) -> dist.Store | None:
+    """A part of the launcher's store that only this attempt of the ranks knows; None where every attempt has a store of its
+    own. Every rank calls it.
+
+    The store of a torchrun agent outlives its ranks: those that are started again would read the addresses of those that
+    died. How often an agent has restarted is no name for an attempt, since agents of several nodes count apart. So rank 0
+    draws a name, and gives it to whoever asks; all other ranks of attempts before are dead, and a question is never asked twice.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    whole, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+    store = dist.PrefixStore("layerwise", whole)
+    if rank == 0:
+        name = secrets.token_hex(8)
+        store.append("asked", "")  # which is there from now on
+        _name_attempt(store, name, world, timeout_s)
+    else:
+        question = secrets.token_hex(8)
+        store.append("asked", f"{question} ")
+        try:
+            name = store.get(f"answer to {question}").decode()
+        except dist.DistStoreError:
+            raise _absent("rank 0", timeout_s) from None
+        store.append(f"came to {name}", f"{rank} ")
+    return dist.PrefixStore(name, store)
+
+
+def _name_attempt(store: dist.Store, name: str, world: int, timeout_s: float) -> None:
+    """Tell the other ranks, as they ask, until all of them have come. Rank 0 calls it."""
+    store.append(f"came to {name}", "0 ")
+    deadline_s, answered = time.monotonic() + timeout_s, 0
+    while len(came := store.get(f"came to {name}").split()) < world:
+        questions = store.get("asked").decode().split()
+        for question in questions[answered:]:
+            store.set(f"answer to {question}", name)
+        answered = len(questions)
+        if time.monotonic() > deadline_s:
+            absent = [str(other) for other in range(world) if other not in map(int, came)]
+            raise _absent(f"ranks {a_few(absent)} of {world}", timeout_s)
+        time.sleep(_POLL_S)
+
+
+def _absent(ranks: str, timeout_s: float) -> StateError:
+    return StateError(
+        f"{ranks} did not come to layerwise.init() in {timeout_s:g} s: expected every rank to call it. Look at what they print, "
+        "or pass a longer timeout_s."
+    )
 
 
 def _from_environment(name: str) -> int | None:
@@ -150,7 +209,7 @@ def total(value: float, ranks: Ranks) -> float:
     if ranks.world == 1:
         return value
     summed = torch.tensor([value], dtype=torch.float64, device=ranks.device)
-    dist.all_reduce(summed)
+    blocking(dist.all_reduce, summed)
     return float(summed)
 
 

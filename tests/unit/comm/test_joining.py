@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import layerwise
 from layerwise.errors import StateError
-from tests.ranks import raised, run_ranks
+from tests.ranks import RankFailure, raised, run_ranks
 from tests.worlds import Net
 
 
@@ -170,3 +172,28 @@ def _both(rank: int, world: int) -> str:
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     return raised(lambda: layerwise.DataParallel(Net(), mesh=mesh, process_group=dist.group.WORLD))
+
+
+def come(rank: int, world: int, port: int, restarts: int, timeout_s: float) -> int:
+    """Meet as a rank that torchrun started, and add up 1 over all ranks; the process ends without a word to the others."""
+    agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # Agents of two nodes do not always count restarts alike.
+    os.environ.update(agent, RANK=str(rank), WORLD_SIZE=str(world), TORCHELASTIC_RESTART_COUNT=str(restarts * rank))
+    if rank == world - 1 and timeout_s < 10:
+        return 0
+    layerwise.init(device="cpu", timeout_s=timeout_s)
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=dist.new_group())
+    return int(ones)
+
+
+def test_ranks_that_are_started_again_meet_in_the_store_of_those_before_them() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt, world in enumerate([2, 2, 3, 2]):
+        assert run_ranks(world, come, store.port, attempt, 60.0, meet=False) == [world] * world
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RankFailure, match=r"ranks 2 of 3 did not come to layerwise.init\(\) in 3 s: expected every rank"):
+        run_ranks(3, come, store.port, 0, 3.0, meet=False)

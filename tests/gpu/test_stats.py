@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from layerwise.engine.policy import GradientPolicy
-from layerwise.kernels.stats import add_totals, count_zeros, group_sums, square_sums
+from layerwise.kernels.stats import add_totals, count_zeros, group_sums, square_sums, verdict_of
 from layerwise.kernels.triton_stats import fused_square_sums, fused_totals, fused_verdict, fused_zero_counts
-from layerwise.kernels.verdicts import Bounds
+from layerwise.kernels.verdicts import LARGEST, Bounds
 from tests.gpu.lists import COUNTS, DEVICE, PLACES, Guarded, lengths, numbers, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -157,6 +157,26 @@ def test_a_verdict_skips_for_what_is_not_finite_and_for_norms_above_a_bound() ->
         ignored = fused_verdict(groups, bad, bounds(nonfinite="ignore", clip_grad_norm=1.0)).tolist()
         assert ignored[:1] == [1.0]
         assert ignored[3:5] == [1.0 if math.isnan(number) else 0.0] * 2  # as Python's min() has it
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_a_verdict_skips_for_a_norm_whose_square_overflows_after_clipping(group: int) -> None:
+    """At the bound to the bit, as the formulas have it that a host decides by."""
+    fine = torch.zeros(700, dtype=torch.float64, device=DEVICE)
+    largest = 4.0 * LARGEST  # the divisor of these bounds
+    for norm in (math.nextafter(largest, 0.0), largest, math.nextafter(largest, math.inf), 1e30):
+        numbers = [1.0] * 4
+        numbers[group] = norm * norm
+        groups = torch.tensor(numbers, dtype=torch.float64, device=DEVICE)
+        for asked in (
+            {},
+            {"nonfinite": "ignore"},
+            {"clip_grad_norm": 1.0},
+            {"clip_grad_norm": 3e19, "clip": "other-only"},
+        ):
+            here = bounds(**asked)
+            assert fused_verdict(groups, fine, here).tolist() == verdict_of(groups.cpu(), fine.cpu(), here).tolist()
+    assert fused_verdict(groups, fine, bounds()).tolist()[0] == 0.0
 
 
 def in_several(sums: Tensor, group_of: Tensor, place_of: Tensor, groups: Tensor, nonfinite: Tensor) -> None:

@@ -10,9 +10,11 @@ import secrets
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -112,12 +114,12 @@ def init(backend: str = "auto", device: str = "auto", timeout_s: float = 600.0) 
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     store = _store_of_attempt(rank, world, timeout_s)
-    named = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+    named: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **named)
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=local_rank, device=chosen)
 
 
-def _store_of_attempt(rank: int, world: int, timeout_s: float) -> dist.Store | None:
+def _store_of_attempt(rank: int, world: int, timeout_s: float) -> Store | None:
     """A part of the launcher's store that only this attempt of the ranks knows; None where every attempt has a store of its
     own. Every rank calls it.
 
@@ -128,7 +130,7 @@ def _store_of_attempt(rank: int, world: int, timeout_s: float) -> dist.Store | N
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     whole, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
-    store = dist.PrefixStore("layerwise", whole)
+    store: Any = PrefixStore("layerwise", whole)  # whose append() torch does not declare
     if rank == 0:
         name = secrets.token_hex(8)
         store.append("asked", "")  # which is there from now on
@@ -141,10 +143,10 @@ def _store_of_attempt(rank: int, world: int, timeout_s: float) -> dist.Store | N
         except dist.DistStoreError:
             raise _absent("rank 0", timeout_s) from None
         store.append(f"came to {name}", f"{rank} ")
-    return dist.PrefixStore(name, store)
+    return PrefixStore(name, store)
 
 
-def _name_attempt(store: dist.Store, name: str, world: int, timeout_s: float) -> None:
+def _name_attempt(store: Any, name: str, world: int, timeout_s: float) -> None:
     """Tell the other ranks, as they ask, until all of them have come. Rank 0 calls it."""
     store.append(f"came to {name}", "0 ")
     deadline_s, answered = time.monotonic() + timeout_s, 0

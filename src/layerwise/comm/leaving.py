@@ -65,12 +65,8 @@ def lend(aliases: Iterable[Tensor], works: Sequence[object] = ()) -> None:
     _prepare()
     told = tuple(map(weakref.ref, works))
     for alias in aliases:
-        _LENT[weakref.ref(alias, _take_back)] = told
-
-
-def _take_back(alias: weakref.ref[Tensor]) -> None:
-    """An alias is gone. Called in threads of the backend."""
-    _LENT.pop(alias, None)
+        # Called in the backend's thread, which must not give the GIL away before the alias is gone: no Python function.
+        _LENT[weakref.ref(alias, _LENT.pop)] = told
 
 
 def _prepare() -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 from layerwise.config.rules import plain_option
 from layerwise.engine.totals import Totals
 from layerwise.errors import listed
-from layerwise.kernels.verdicts import Bounds
+from layerwise.kernels.verdicts import LARGEST, Bounds
 
 ClipScope = Literal["all", "other-only", "none"]
 OnNonFinite = Literal["skip", "raise", "ignore"]
@@ -78,9 +78,22 @@ class GradientPolicy:
         """Why this step is not to be taken; empty if it is."""
         if totals.nothing_arrived:
             return "no param has a gradient on any rank"
-        if totals.nonfinite and self.nonfinite != "ignore":
-            return f"gradients of {listed(totals.nonfinite)} hold inf or NaN"
+        if unfit := self.unfit(totals):
+            return unfit
         norm = totals.norm(*_FAMILIES)
         if self.skip_above is not None and norm > self.skip_above:
             return f"gradient norm {norm:.4g} is above skip_above={self.skip_above:g}"
+        return ""
+
+    def unfit(self, totals: Totals) -> str:
+        """Why fp32 state cannot take these gradients; empty if it can, or is to take them all the same."""
+        if self.nonfinite == "ignore":
+            return ""
+        if totals.nonfinite:
+            return f"gradients of {listed(totals.nonfinite)} hold inf or NaN"
+        names, sums = tuple(totals.square_sums), tuple(totals.square_sums.values())
+        bounds = self.bounds(names, totals.divisors.common)
+        norms = [f"{bounds.norm(sums, (group,)):.4g} of {names[group]!r}" for group in bounds.too_large(sums)]
+        if norms:
+            return f"gradient norms are above {LARGEST:.4g} after clipping, and their squares inf in fp32: {', '.join(norms)}"
         return ""

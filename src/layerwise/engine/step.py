@@ -33,7 +33,7 @@ from layerwise.engine.skips import Skips
 from layerwise.engine.step_plan import Live, StepPlan
 from layerwise.engine.totals import StepStats, Totals
 from layerwise.engine.update import Update
-from layerwise.errors import NonFiniteError, StateError, listed
+from layerwise.errors import NonFiniteError, StateError
 from layerwise.kernels.facts import has_own_kernels
 from layerwise.kernels.verdicts import FIRST, Factor, Scale
 from layerwise.layout.schedule import CommSchedule
@@ -138,11 +138,9 @@ class Stepper:
             clipped = self._advance(totals.divisors, coefficients, None, live)
         sent = self._engine.traffic.sent({} if skip_reason else self._engine.publisher.due_nbytes)
         self._record(totals, coefficients, skip_reason, clipped, live.options, sent)
-        if totals.nonfinite and self._policy.nonfinite == "raise":
+        if self._policy.nonfinite == "raise" and (unfit := policy.unfit(totals)):
             self._untold.clear()
-            raise NonFiniteError(
-                f"gradients of {listed(totals.nonfinite)} hold inf or NaN; the step was not taken and nothing was changed."
-            )
+            raise NonFiniteError(f"{unfit}; the step was not taken and nothing was changed.")
 
     def _step_unseen(self, begun: Begun) -> None:
         """The same before it is known: the device decides. See [Note: A step need not wait for its statistics]."""

@@ -88,6 +88,7 @@ def verdict_of(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Tensor
 
         return fused_verdict(square_sums, nonfinite, bounds)
     sums = square_sums.tolist()
-    is_bad = (bounds.needs_finite and bool(nonfinite.any())) or bounds.norm(sums, bounds.families) > bounds.skip_above
+    is_unfit = bounds.needs_finite and (bool(nonfinite.any()) or bool(bounds.too_large(sums)))
+    is_bad = is_unfit or bounds.norm(sums, bounds.families) > bounds.skip_above
     numbers = [float(not is_bad), 1.0, *bounds.factors(sums)]
     return torch.tensor(numbers, dtype=torch.float32, device=square_sums.device)

@@ -17,7 +17,7 @@ from layerwise.kernels.lists import facts_of
 from layerwise.kernels.tables import Place, address_table, as_integers, cut, place_of, row_table, working_on
 from layerwise.kernels.triton_launch import launch
 from layerwise.kernels.triton_lists import ALIGNMENT, TRITON_DTYPES, as_pointer, by_dtypes, find_block
-from layerwise.kernels.verdicts import EPS, FIRST, Bounds
+from layerwise.kernels.verdicts import EPS, FIRST, LARGEST, Bounds
 
 
 @triton.jit
@@ -88,6 +88,7 @@ def _verdict_kernel(
 ):  # fmt: skip
     clip_norm, skip_above = tl.load(numbers), tl.load(numbers + 1)
     divisor, eps = tl.load(numbers + 2), tl.load(numbers + 3)
+    largest = tl.load(numbers + 4)
     # A row of shares for each group, and one for the norm that a step may be skipped for.
     group = tl.arange(0, GROUPS)
     total = tl.zeros((GROUPS,), tl.float64)
@@ -103,6 +104,8 @@ def _verdict_kernel(
     tl.store(verdict + 2 + group, factor.to(tl.float32), mask=group < NUM_GROUPS)
     is_bad = tl.sum(tl.where((group == NUM_GROUPS) & (norm > skip_above), 1, 0))
     if NEEDS_FINITE:
+        own = tl.sqrt(tl.load(square_sums + group, mask=group < NUM_GROUPS, other=0.0)) / divisor
+        is_bad += tl.sum(tl.where(own * factor > largest, 1, 0))
         for first in range(0, numel, LANES):
             at = first + tl.arange(0, LANES)
             is_bad += tl.sum((tl.load(nonfinite + at, mask=at < numel, other=0.0) != 0.0).to(tl.int32))
@@ -152,7 +155,7 @@ def fused_verdict(square_sums: Tensor, nonfinite: Tensor, bounds: Bounds) -> Ten
 def _verdict_tables(bounds: Bounds, place: Place) -> tuple[Tensor, Tensor]:
     groups = range(len(bounds.together))
     shares = [[int(other in members) for other in groups] for members in (*bounds.together, bounds.families)]
-    numbers = as_integers((bounds.clip_norm, bounds.skip_above, bounds.divisor, EPS))
+    numbers = as_integers((bounds.clip_norm, bounds.skip_above, bounds.divisor, EPS, LARGEST))
     return row_table(shares, place), row_table([numbers], place).view(torch.float64)
 
 

@@ -17,6 +17,8 @@ IS_TAKEN, ONE, FIRST = 0, 1, 2
 """Places of a verdict: 1 or 0, the factor 1, and the factor of the first norm group."""
 EPS = 1e-6
 """Added to a norm that is divided by."""
+LARGEST = math.sqrt((2 - 2**-23) * 2.0**127)
+"""The largest norm whose square an fp32 holds. Second moments would be inf beyond it, and what they divide never moves again."""
 
 
 class Factor(NamedTuple):
@@ -43,7 +45,7 @@ class Bounds:
     skip_above: float
     """Of the norm; inf skips for none."""
     needs_finite: bool
-    """Whether a gradient with inf or NaN skips the step."""
+    """Whether a gradient with inf or NaN skips the step, or a norm above `LARGEST`."""
     divisor: float
     """What makes norms of averages of norms of sums."""
 
@@ -57,6 +59,13 @@ class Bounds:
             min(1.0, self.clip_norm / (self.norm(square_sums, groups) + EPS)) if groups else 1.0
             for groups in self.together
         ]
+
+    def too_large(self, square_sums: Sequence[float]) -> list[int]:
+        """The norm groups whose gradients have a norm above `LARGEST` after clipping, where that counts."""
+        if not self.needs_finite:
+            return []
+        factors = enumerate(self.factors(square_sums))
+        return [group for group, factor in factors if self.norm(square_sums, (group,)) * factor > LARGEST]
 
 
 def known_to_host(scale: Scale) -> float | None:

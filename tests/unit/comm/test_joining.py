@@ -195,5 +195,7 @@ def test_ranks_that_are_started_again_meet_in_the_store_of_those_before_them() -
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(RankFailure, match=r"ranks 2 of 3 did not come to layerwise.init\(\) in 3 s: expected every rank"):
+    with pytest.raises(
+        RankFailure, match=r"ranks 2 of 3 did not come to layerwise.init\(\) in 3 s: expected every rank"
+    ):
         run_ranks(3, come, store.port, 0, 3.0, meet=False)

@@ -102,6 +102,26 @@ def test_a_skipped_step_is_told_when_somebody_asks_and_changed_nothing() -> None
     assert optimizer.stats.step == 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "is_skipped"), [({}, True), ({"nonfinite": "ignore"}, False), ({"clip_grad_norm": 1.0}, False)]
+)
+def test_a_norm_whose_square_overflows_is_skipped_by_the_verdict_and_by_what_is_told_of_it(
+    asked: dict[str, Any], is_skipped: bool
+) -> None:
+    module, optimizer = plain(**asked)
+    feed(module, 0)
+    optimizer.step()
+    before = hash_everything(optimizer)
+    feed(module, 1, times=2.0**70)
+    optimizer.step()
+    with (
+        pytest.warns(UserWarning, match="step 2 was skipped: gradient norms are above") if is_skipped else nullcontext()
+    ):
+        assert optimizer.stats.skipped is is_skipped
+    assert (hash_everything(optimizer) == before) is is_skipped
+    assert optimizer.stats.step == 2 - is_skipped
+
+
 @pytest.mark.parametrize("ask", ["state_dict", "load_state_dict", "checkpoint"])
 def test_whoever_saves_or_loads_has_the_number_of_steps_that_were_taken(ask: str, tmp_path: Any) -> None:
     module, optimizer = plain()

@@ -14,7 +14,7 @@ from layerwise.engine.gradients import Divisors
 from layerwise.engine.policy import GradientPolicy
 from layerwise.engine.totals import Totals
 from layerwise.engine.update import Update
-from layerwise.errors import StateError
+from layerwise.errors import NonFiniteError, StateError
 from tests.worlds import Case, Net, Zoo, deliver, gradient, hash_everything, net_loss, wrap
 
 
@@ -103,6 +103,43 @@ def test_a_step_above_the_threshold_is_skipped_with_nothing_changed_and_its_norm
     assert optimizer.stats.skipped
     assert "above skip_above=100" in optimizer.stats.skip_reason
     assert hash_everything(optimizer) == before
+
+
+@pytest.mark.parametrize("asked", ["skip", "raise"])
+def test_a_norm_whose_square_overflows_is_taken_as_a_gradient_that_is_not_finite(asked: Any) -> None:
+    """AdamW's second moment would be inf, and its params would never move again."""
+    model, optimizer = zoo(nonfinite=asked, norm_groups={"gain": "gain"})
+    feed(model)
+    optimizer.step()
+    before = hash_everything(optimizer)
+    feed(model, scale=2.0**70)
+    said = r"gradient norms are above 1.845e\+19 after clipping, and their squares inf in fp32: \S+ of 'gain', \S+ of 'matrix', \S+ of 'other'"
+    with pytest.raises(NonFiniteError, match=said) if asked == "raise" else pytest.warns(UserWarning, match=said):
+        optimizer.step()
+    assert optimizer.stats.skipped
+    assert optimizer.stats.nonfinite == ()
+    assert hash_everything(optimizer) == before
+
+
+@pytest.mark.parametrize("settings", [{"nonfinite": "ignore"}, {"clip_grad_norm": 1.0}])
+def test_a_huge_norm_is_no_reason_where_it_is_to_be_ignored_or_clipping_makes_it_small(settings: Any) -> None:
+    model, optimizer = zoo(**settings)
+    feed(model, scale=2.0**70)
+    optimizer.step()
+    assert not optimizer.stats.skipped
+    states = optimizer.state_dict()["state"].values()
+    finite = all(
+        bool(tensor.isfinite().all()) for state in states for tensor in state.values() if torch.is_tensor(tensor)
+    )
+    assert finite is ("clip_grad_norm" in settings)
+
+
+def test_clipping_the_other_family_alone_leaves_a_huge_norm_to_matrices() -> None:
+    model, optimizer = zoo(clip_grad_norm=1.0, clip="other-only")
+    feed(model, scale=2.0**70)
+    with pytest.warns(UserWarning, match=r"in fp32: \S+ of 'matrix'\."):
+        optimizer.step()
+    assert optimizer.stats.skipped
 
 
 def test_one_clip_coefficient_for_both_families_brings_the_norm_to_its_bound() -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from layerwise.comm.leaving import lend
+from layerwise.comm.leaving import lend, take_back
 from layerwise.comm.scopes import note_flight, scope
 from layerwise.errors import StateError
 
@@ -37,7 +37,6 @@ class Handle:
         # memory to somebody else.
         self._keep_alive = keep_alive
         self._works = tuple(works)
-        lend(keep_alive, self._works)
         self._flight = note_flight(label, result, self._works)
         self._then: Callable[[], object] | None = None
         self._done = False
@@ -70,5 +69,15 @@ class Handle:
         self._done = True
         if self._then is not None:
             self._then()
-        self._keep_alive, self._works, self._then = (), (), None
+        self._let_go()
         return self._result
+
+    def _let_go(self) -> None:
+        """The backend's threads may be the last to let go of the aliases from now on."""
+        lend(self._keep_alive)
+        self._keep_alive, self._works, self._then = (), (), None
+        take_back()
+
+    def __del__(self) -> None:
+        if self._works:  # dropped on its way, or when it failed
+            self._let_go()

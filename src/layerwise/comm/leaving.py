@@ -8,19 +8,22 @@ A thread of gloo's says that a collective is done, and lets go of its tensors af
 knows it takes the GIL, and a thread that waits for the GIL when the interpreter is finalized ends the process with SIGABRT:
 a run that was finished counts as failed. Groups join these threads, but only when the last reference to them goes, and a
 model that is still there has some. So a collective gets aliases of tensors, which nobody else keeps, and a process that ends
-waits until all aliases are gone.
+waits until threads have let go of all of them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from itertools import chain
 from multiprocessing.util import Finalize
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 _PATIENCE_S = 60.0
@@ -39,8 +42,8 @@ _PREPARED: set[int] = set()
 """Processes that know what to do when they end; one that is forked is another one."""
 
 
-_LENT: dict[weakref.ref[Tensor], tuple[weakref.ref[object], ...]] = {}
-"""Aliases that collectives of this process got, and the works that these return."""
+_LENT: deque[Tensor] = deque()
+"""Aliases that collectives of this process got, and that their backend may still hold."""
 
 
 def before_exit(one: Leaves) -> None:
@@ -54,19 +57,38 @@ def blocking(collective: Callable[..., object], *tensors: Tensor | list[Tensor],
     aliases = [one.detach() if isinstance(one, Tensor) else [each.detach() for each in one] for one in tensors]
     collective(*aliases, **more)
     lend(chain.from_iterable([one] if isinstance(one, Tensor) else one for one in aliases))
+    aliases.clear()
+    take_back()
 
 
-def lend(aliases: Iterable[Tensor], works: Sequence[object] = ()) -> None:
-    """A collective got these aliases, and has returned: its backend may hold them a while longer.
+def lend(aliases: Iterable[Tensor]) -> None:
+    """A collective got these aliases, and its backend may hold them a while longer. Nobody else keeps them.
 
-    See [Note: Tensors that a backend still holds]. Nobody else may keep the aliases, except for `works`: an alias counts only
-    once all of these are gone, since the backend's threads are not the last to let go of it before.
+    See [Note: Tensors that a backend still holds]. They are kept in here until then: the thread that lets go of them last would
+    take the GIL a second time, with nobody to see it.
     """
     _prepare()
-    told = tuple(map(weakref.ref, works))
-    for alias in aliases:
-        # Called in the backend's thread, which must not give the GIL away before the alias is gone: no Python function.
-        _LENT[weakref.ref(alias, _LENT.pop)] = told
+    _LENT.extend(alias for alias in aliases if alias.device.type == "cpu")  # a device's backend has streams in place of threads
+
+
+def take_back() -> None:
+    """Forget the aliases that nobody holds any more."""
+    for _ in range(len(_LENT)):
+        try:
+            alone = (_LENT.popleft(),)
+        except IndexError:  # another thread was here
+            return
+        if not _is_back(alone):
+            _LENT.append(alone[0])
+
+
+def _is_back(alone: tuple[Tensor]) -> bool:
+    """Whether a tensor has no owner but this tuple, in C++ and in Python."""
+    return alone[0]._use_count() == 1 and sys.getrefcount(alone[0]) == _ONE  # type: ignore[attr-defined]
+
+
+_ONE = (lambda alone: sys.getrefcount(alone[0]))((torch.empty(0, device="cpu"),))
+"""What Python counts where a tuple is the only owner."""
 
 
 def _prepare() -> None:
@@ -82,10 +104,8 @@ def _leave_all() -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
     for one in list(_LIVE):
         one.leave(deadline_s)
-    while _are_held() and time.monotonic() < deadline_s:
+    take_back()
+    while _LENT and time.monotonic() < deadline_s:
         time.sleep(0.001)  # which lets go of the GIL
+        take_back()
 
-
-def _are_held() -> bool:
-    """Whether a backend still holds an alias that nobody else does."""
-    return any(alias() is not None and not any(work() for work in works) for alias, works in list(_LENT.items()))

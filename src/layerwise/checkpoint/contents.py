@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -155,6 +156,17 @@ class Contents:
         yield from self.constants()
         yield from self.state()
         yield from self.home_state()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what this rank writes of all that, found without bringing any of it together."""
+        found = sum(
+            part.tensor.nbytes for part in chain(self.constants(), self.state(), self.home_state()) if part.is_mine
+        )
+        for shard in self.engine.storage.shards:
+            weights = (part for fqn in shard.plan.fqns for part in self._of_shard(MODEL, fqn, shard, shard.master))
+            found += shard.dtype.itemsize * sum(part.tensor.numel() for part in weights if part.is_mine)
+        return found
 
     def weights(self) -> Iterator[Part]:
         """What forward reads, as far as this rank owns it."""

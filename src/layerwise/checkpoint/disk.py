@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import os
 import shutil
 import stat
+import threading
+import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from layerwise.checkpoint.manifest import FILE_NAME, PIECE, FileFacts, Manifest, most_nbytes
 from layerwise.errors import CheckpointError
+from layerwise.units import format_nbytes
+
+_fcntl: Any = None
+with suppress(ImportError):  # Windows
+    _fcntl = importlib.import_module("fcntl")
 
 PARTIAL = ".partial"
 """How the name of a folder or file ends that is being written, or was when somebody was killed."""
@@ -24,7 +32,14 @@ THREADS = 4
 _AT_A_TIME = 256 << 10
 """Bytes that are read and then summed up: they are still in the processor's cache."""
 _SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_sync_file_range: Any = None
+with suppress(TypeError, OSError):  # Windows has no library without a name
+    _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+"""How a file of bytes is opened. Not every system knows every flag."""
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_SEEKING = threading.Lock()
+"""Held while a file is read in two steps, where the system does not read at a place in one."""
 
 
 class Sums:
@@ -99,6 +114,69 @@ def make_partial(target: Path) -> Path:
     return partial
 
 
+class Presence:
+    """Says that somebody saves into a folder, as long as this lives, where the file system has locks: shared by all who do."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+        self._leave: Callable[[], object] = lambda: None
+
+    def is_alone(self) -> bool:
+        """Whether nobody else does, as far as that can be told; from now on others know of this one."""
+        descriptor = self._joined()
+        if descriptor is None:
+            return True
+        try:
+            _fcntl.flock(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            with suppress(OSError):
+                _fcntl.flock(descriptor, _fcntl.LOCK_SH)
+        return True
+
+    def _joined(self) -> int | None:
+        """The folder that is there now, opened and locked; None where that cannot be."""
+        if _fcntl is None:
+            return None
+        try:
+            if self._descriptor is None or not os.path.samestat(os.fstat(self._descriptor), os.stat(self._folder)):
+                self._leave()
+                self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | BINARY)
+                self._leave = weakref.finalize(self, os.close, self._descriptor)
+                _fcntl.flock(self._descriptor, _fcntl.LOCK_SH)
+        except OSError:
+            return None
+        return self._descriptor
+
+
+@contextmanager
+def none_left(begun: Sequence[Path]) -> Iterator[None]:
+    """Delete folders that are being written if that does not come to an end: they would take the room of what comes next."""
+    try:
+        yield
+    except BaseException:
+        for path in begun:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raise if there is certainly less room than this. Not every file system tells, and then there is none to see."""
+    if not hasattr(os, "statvfs"):
+        return
+    found = os.statvfs(folder)
+    room = found.f_bfree * found.f_frsize
+    if 0 < room < nbytes:
+        raise CheckpointError(
+            f"{folder.parent} has room for {format_nbytes(room)}, and the checkpoint needs {format_nbytes(nbytes)}: expected room for one "
+            "more than are kept. Nothing was written. Delete what nobody needs, keep fewer, or save to another disk."
+        )
+
+
 def begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
     """Have the system begin to bring a part of a file to disk, where it lets itself be told (Linux). Nothing is promised: that
     is what fsync is for, which then has less to wait for."""
@@ -109,7 +187,9 @@ def begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Have a folder's names on disk."""
+    """Have a folder's names on disk, where a folder can be opened (not on Windows)."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -121,7 +201,9 @@ def sync_folder(path: Path) -> None:
 def opened(path: Path, what: str = "a file of a checkpoint") -> Iterator[int]:
     """An ordinary file, open for reading: no link to somewhere else, no device, no pipe."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not _NO_LINK and path.is_symlink():
+            raise OSError(errno.ELOOP, "")
+        descriptor = os.open(path, os.O_RDONLY | _NO_LINK | BINARY)
     except OSError as error:
         why = "it is a link" if error.errno == errno.ELOOP else error.strerror
         raise CheckpointError(f"{path} cannot be read: {why}. Expected {what}.") from None
@@ -209,6 +291,22 @@ def read_at(descriptor: int, offset: int, nbytes: int) -> bytearray:
 def read_into(descriptor: int, offset: int, target: memoryview) -> int:
     """Fill memory from a file; how many bytes there were."""
     done = 0
-    while done < len(target) and (count := os.preadv(descriptor, [target[done:]], offset + done)):
+    while done < len(target) and (count := _read(descriptor, target[done:], offset + done)):
         done += count
     return done
+
+
+def _read_in_two(descriptor: int, target: memoryview, offset: int) -> int:
+    """Some bytes at a place of a file, and how many; threads share the place that a descriptor is at."""
+    with _SEEKING:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        found = os.read(descriptor, len(target))
+    target[: len(found)] = found
+    return len(found)
+
+
+def _read_in_one(descriptor: int, target: memoryview, offset: int) -> int:
+    return os.preadv(descriptor, [target], offset)
+
+
+_read: Callable[[int, memoryview, int], int] = _read_in_one if hasattr(os, "preadv") else _read_in_two

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerwise.checkpoint.disk import THREADS, Sums, begin_writing, opened, read_into
+from layerwise.checkpoint.disk import BINARY, THREADS, Sums, begin_writing, opened, read_into
 from layerwise.checkpoint.manifest import Chunk, Entry, FileFacts, Manifest
 from layerwise.errors import CheckpointError
 from layerwise.routing.geometry import Box, flat_index, row_major_strides
@@ -50,7 +50,7 @@ class DataFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o644)
         self._sums = Sums()
         self._items: queue.Queue[list[bytes | memoryview] | None] = queue.Queue(_BEHIND)
         self._summing = threading.Thread(target=self._follow, daemon=True)
@@ -84,7 +84,7 @@ class DataFile:
         left = [memoryview(data) for data in item]
         while left:
             try:
-                count = os.writev(self._descriptor, left)
+                count = _write(self._descriptor, left)
             except OSError as error:  # which does not say of which file
                 raise OSError(error.errno, error.strerror, str(self._path)) from None
             self.nbytes += count
@@ -107,6 +107,12 @@ class DataFile:
         self._items.put(None)
         self._summing.join()
         os.close(self._descriptor)
+
+
+_write: Callable[[int, list[memoryview]], int] = getattr(
+    os, "writev", lambda descriptor, left: os.write(descriptor, left[0])
+)
+"""Some of several stretches of memory, and how many bytes; where the system has no such call, of the first."""
 
 
 class _Frame(NamedTuple):

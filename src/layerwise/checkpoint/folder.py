@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from layerwise.checkpoint.contents import Contents
-from layerwise.checkpoint.disk import PARTIAL, partial_of, read_manifest, sync_folder, write_files
+from layerwise.checkpoint.disk import PARTIAL, Presence, partial_of, read_manifest, sync_folder, write_files
 from layerwise.checkpoint.loading import Loaded, load
 from layerwise.checkpoint.saving import Saving, on_first, save_and_then
 from layerwise.comm.groups import Groups, share
 from layerwise.engine.engine import Engine
-from layerwise.errors import CheckpointError, listed, warn
+from layerwise.errors import CheckpointError, a_few, listed, warn
 from layerwise.optim.optimizer import Optimizer
 
 LATEST = "latest"
@@ -49,6 +50,12 @@ class Checkpoints:
         self.keep = keep
         self.background = background
         self._saving: Saving | None = None
+        self._presence = Presence(self.folder)
+        self._own: set[int] = set()
+        """The steps that were saved here."""
+        self._has_told = False
+        self._there: set[int] = set()
+        """The steps of which there was a checkpoint when this rank last looked: the first rank does."""
         self._last: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
         """The step that each model has come to, as far as it was saved or loaded here."""
 
@@ -79,9 +86,12 @@ class Checkpoints:
         since = step - 1 if last is None or step < last else last
 
         def make_way() -> None:
-            self._set_aside(
-                since, "has loaded none of them" if last is None else f"went back before them, to step {since}"
-            )
+            self._warn_of_lost(step)
+            if self._may_tidy(path):
+                self._clean()
+                self._set_aside(
+                    since, "has loaded none of them" if last is None else f"went back before them, to step {since}"
+                )
 
         if not _first_says(groups, path.exists() and step <= since):
             self._saving = save_and_then(
@@ -91,6 +101,7 @@ class Checkpoints:
             on_first(groups, make_way)
             on_first(groups, partial(self._tidy, path))
         self._last[engine] = step
+        self._own.add(step)
         return path
 
     def wait(self) -> None:
@@ -125,6 +136,7 @@ class Checkpoints:
         if step is None and last is None:
             return None
         chosen = last if step is None else step
+        self._there.update(steps)
         loaded = load(
             self.path_of(chosen),
             model,
@@ -163,21 +175,82 @@ class Checkpoints:
 
     def _point_at(self, path: Path) -> None:
         """Say which is the last."""
-        pointer = self.folder / f".{LATEST}{PARTIAL}"
-        pointer.unlink(missing_ok=True)
-        write_files(self.folder, {pointer.name: f"{path.name}\n".encode()})
-        os.rename(pointer, self.folder / LATEST)
+        pointer, text = self.folder / LATEST, f"{path.name}\n".encode()
+        if pointer.is_file() and pointer.read_bytes() == text:
+            return
+        self._unnamed_pointer.unlink(missing_ok=True)
+        try:
+            write_files(self.folder, {self._unnamed_pointer.name: text})
+            os.rename(self._unnamed_pointer, pointer)
+        except OSError:
+            self._unnamed_pointer.unlink(missing_ok=True)
+            raise
         sync_folder(self.folder)
 
-    def _tidy(self, newest: Path) -> None:
-        """Say which is the last, and let go of the oldest, once it is certain that the newest is whole."""
-        self._point_at(newest)
+    @property
+    def _unnamed_pointer(self) -> Path:
+        return self.folder / f".{LATEST}{PARTIAL}"
+
+    def _warn_of_lost(self, step: int) -> None:
+        """Say that checkpoints are gone which were there a while ago: deleted, or on a disk that is not mounted any more."""
+        lost = self._there - set(found(self.folder))
+        if lost and lost == self._there:
+            self._there = set()
+            steps = a_few([str(number) for number in sorted(lost)])
+            where = "they are gone" if self.folder.is_dir() else "it is gone"
+            warn(
+                f"{self.folder} had checkpoints of steps {steps}, and {where}: expected nobody to delete them while this run saves there. "
+                f"Look whether its disk is still mounted. Step {step} is saved there all the same."
+            )
+
+    def _may_tidy(self, path: Path) -> bool:
+        """Whether what else is in the folder is this run's to delete and rename. Another run that saves there now has checkpoints to
+        keep that this one knows nothing of."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._presence.is_alone():
+            return True
+        if partial_of(path).exists() and not path.exists():
+            raise CheckpointError(
+                f"{partial_of(path)} is there, and another run saves into {self.folder}: expected one run to save under a name. Give every "
+                "run a folder of its own."
+            )
+        if not self._has_told:
+            self._has_told = True
+            warn(
+                f"another run saves into {self.folder} too: what it has written stays, and only what this run has saved is deleted as it "
+                "gets old. Give every run a folder of its own."
+            )
+        return False
+
+    def _clean(self) -> None:
+        """Delete what was begun in the folder and not finished: it takes the room of what is written next."""
+        self._unnamed_pointer.unlink(missing_ok=True)
         for path in _left_behind(self.folder):
             shutil.rmtree(path)
+
+    def _tidy(self, newest: Path) -> None:
+        """Say which is the last, and let go of the oldest, once it is certain that the newest is whole. It has its name: what goes
+        wrong with anything else is no error of saving it."""
+        _check_sizes(newest)
+        try:
+            with suppress(OSError):  # on a full disk there is room for it once the oldest are gone
+                self._point_at(newest)
+            self._let_go(newest)
+            self._point_at(newest)
+        except OSError as error:
+            warn(f"{newest} is saved; what else was to be done in its folder failed: {error}.")
+        self._there = set(found(self.folder))
+
+    def _let_go(self, newest: Path) -> None:
+        """Delete the oldest, and what was not finished."""
+        is_alone = self._presence.is_alone()
+        if is_alone:
+            self._clean()
         if self.keep is None:
             return
-        _check_sizes(newest)
-        older = [path for path in found(self.folder).values() if path != newest]
+        older = [
+            path for step, path in found(self.folder).items() if path != newest and (is_alone or step in self._own)
+        ]
         for path in sorted(older)[: max(0, len(older) + 1 - self.keep)]:
             going = partial_of(path)
             os.rename(

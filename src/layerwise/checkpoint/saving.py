@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from layerwise._version import __version__
 from layerwise.checkpoint import torch_format
 from layerwise.checkpoint.contents import Contents, Part
-from layerwise.checkpoint.disk import check_free, facts_of, make_partial, partial_of, sync_folder, write_files
+from layerwise.checkpoint.disk import (
+    check_free,
+    check_room,
+    facts_of,
+    make_partial,
+    none_left,
+    partial_of,
+    sync_folder,
+    write_files,
+)
 from layerwise.checkpoint.files import DataFile
 from layerwise.checkpoint.manifest import FILE_NAME, Chunk, Entry, FileFacts, Manifest, most_nbytes
 from layerwise.checkpoint.own import PLACES, OwnBuffers
@@ -132,22 +141,35 @@ def save_and_then(
     about[PLACES] = own.places
     on_first(groups, before)
 
+    beside = beside if groups.rank == 0 else {}
+
     # What another process writes under the same name is not of this save.
-    number = str(share(groups, lambda: {"number": secrets.token_hex(8)})[0]["number"])
+    def needs() -> dict[str, Any]:
+        nbytes = contents.nbytes + sum(part.tensor.nbytes for part in own.parts)
+        return {"number": secrets.token_hex(8), "nbytes": nbytes + sum(tensor.nbytes for tensor in beside.values())}
+
+    told: list[Any] = share(groups, needs)
+    number = told[0]["number"]
+    begun: list[Path] = []
 
     def prepare() -> Share:
-        _begin(groups, target)
-        return Share.of(contents, own.parts, beside if groups.rank == 0 else {}, number, copied=background)
+        check_free(target)
+        if groups.rank == 0:
+            begun.append(make_partial(target))
+            check_room(begun[0], sum(theirs["nbytes"] for theirs in told))
+        return Share.of(contents, own.parts, beside, number, copied=background)
 
-    written = derive_together(groups, "checkpoints", prepare, lambda _: {"background": background})
+    with none_left(begun):
+        written = derive_together(groups, "checkpoints", prepare, lambda _: {"background": background})
 
     def finish() -> None:
         _finish(about, groups.world, target, number)
         then()
 
     def write(groups: Groups) -> None:
-        _together(groups, lambda: _write_share(written, groups.rank, partial_of(target)))
-        on_first(groups, finish)
+        with none_left(begun):
+            _together(groups, lambda: _write_share(written, groups.rank, partial_of(target)))
+            on_first(groups, finish)
 
     def write_aside(groups: Groups) -> None:
         try:
@@ -186,13 +208,6 @@ def _together(groups: Groups, do: Callable[[], None]) -> None:
 def on_first(groups: Groups, do: Callable[[], None]) -> None:
     """Done by the first rank, while the others wait; its error is one of all."""
     _together(groups, lambda: do() if groups.rank == 0 else None)
-
-
-def _begin(groups: Groups, target: Path) -> None:
-    """Make room, on the first rank."""
-    check_free(target)
-    if groups.rank == 0:
-        make_partial(target)
 
 
 def _about(contents: Contents, extra: Mapping[str, Any] | None, beside: dict[str, Tensor]) -> dict[str, Any]:
@@ -375,4 +390,7 @@ def commit(manifest: Manifest, target: Path) -> None:
     write_files(partial, {torch_format.FILE_NAME: metadata, FILE_NAME: text})
     sync_folder(partial)
     os.rename(partial, target)
-    sync_folder(target.parent)
+    try:
+        sync_folder(target.parent)
+    except OSError as error:  # it has its name
+        warn(f"{target} is written, and the system does not say that its name is on disk: {error}.")

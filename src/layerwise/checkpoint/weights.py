@@ -15,7 +15,16 @@ from torch import Tensor
 
 from layerwise._version import __version__
 from layerwise.checkpoint.contents import MASTER, MODEL, STATE, ParamFacts, Part
-from layerwise.checkpoint.disk import check_free, damages_of, make_partial, opened, partial_of, pieces_of
+from layerwise.checkpoint.disk import (
+    check_free,
+    damages_of,
+    make_partial,
+    none_left,
+    opened,
+    partial_of,
+    pieces_of,
+    read_at,
+)
 from layerwise.checkpoint.files import Reader, bytes_of
 from layerwise.checkpoint.manifest import Manifest
 from layerwise.checkpoint.saving import commit, write_parts
@@ -96,11 +105,11 @@ def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors file, one at a time."""
     with opened(path, "a safetensors file") as descriptor:
         nbytes = os.fstat(descriptor).st_size
-        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        length = int.from_bytes(read_at(descriptor, 0, 8), "little")
         if not 0 < length <= min(_MOST_HEADER, nbytes - 8):
             raise CheckpointError(f"{path} is no safetensors file: its header would have {length} bytes.")
         try:
-            header = json.loads(os.pread(descriptor, length, 8))
+            header = json.loads(read_at(descriptor, 8, length))
             header.pop("__metadata__", None)
             found = [
                 (name, said["dtype"], tuple(said["shape"]), *said["data_offsets"]) for name, said in header.items()
@@ -115,7 +124,7 @@ def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
                 raise CheckpointError(
                     f"{path} has {name!r} outside of the file, or with another size than its shape has."
                 )
-            raw = bytearray(os.pread(descriptor, stop - start, 8 + length + start))
+            raw = read_at(descriptor, 8 + length + start, stop - start)
             yield (
                 name,
                 torch.frombuffer(raw, dtype=kind).view(shape) if raw else torch.empty(shape, dtype=kind, device="cpu"),
@@ -175,8 +184,10 @@ def import_weights(weights: Path, states: list[Path], target: Path) -> int:
     parts = (
         Part(key, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor, True) for key, tensor in tensors.items()
     )
-    written = write_parts(parts, make_partial(target) / "__0_0.distcp")
-    commit(Manifest(written.entries, written.files, about), target)
+    partial = make_partial(target)
+    with none_left([partial]):
+        written = write_parts(parts, partial / "__0_0.distcp")
+        commit(Manifest(written.entries, written.files, about), target)
     return len(tensors)
 
 

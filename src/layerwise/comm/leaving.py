@@ -68,7 +68,9 @@ def lend(aliases: Iterable[Tensor]) -> None:
     take the GIL a second time, with nobody to see it.
     """
     _prepare()
-    _LENT.extend(alias for alias in aliases if alias.device.type == "cpu")  # a device's backend has streams in place of threads
+    _LENT.extend(
+        alias for alias in aliases if alias.device.type == "cpu"
+    )  # a device's backend has streams in place of threads
 
 
 def take_back() -> None:
@@ -108,4 +110,3 @@ def _leave_all() -> None:
     while _LENT and time.monotonic() < deadline_s:
         time.sleep(0.001)  # which lets go of the GIL
         take_back()
-

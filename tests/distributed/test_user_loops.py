@@ -336,3 +336,67 @@ def test_a_step_after_unwrap_is_refused() -> None:
     model.unwrap()
     with pytest.raises(StateError, match="was unwrapped"):
         optimizer.step()
+
+
+def step_once_more(rank: int, world: int, zeroed: str, overlap: bool) -> list[Any]:
+    """Rank 1 takes a step too many after the third; what each rank raised, in which step, and whether its weights stayed."""
+    model = layerwise.DataParallel(Net(), overlap_param_gather=overlap)
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.05), other=layerwise.AdamW(lr=0.01))
+
+    def steps() -> None:
+        for step in range(6):
+            net_loss(model, rank, step, 0).backward()
+            optimizer.step()
+            done.append(hash_whole(model) if step < 2 else "")
+            if zeroed == "after":
+                optimizer.zero_grad()
+            if rank == 1 and step == 2:
+                optimizer.step()
+            if zeroed == "before":
+                optimizer.zero_grad()
+
+    done: list[str] = []
+    return [raised(steps), len(done), optimizer.stats.step]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_too_many_on_one_rank_is_an_error_on_all_before_anything_changes(overlap: bool) -> None:
+    said = "StateError: step() was called once too often on rank 1: it came twice without the zero_grad()"
+    for rank, (text, done, steps) in enumerate(run_ranks(3, step_once_more, "before", overlap)):
+        assert text.startswith(said if rank == 1 else f"PlanMismatchError: rank 1 failed where others did not: {said}")
+        assert (done, steps) == (3, 3)
+
+
+def test_a_step_too_many_after_zero_grad_is_an_error_at_the_step_that_follows() -> None:
+    """A rank without a batch makes the same calls up to there."""
+    for text, _, steps in run_ranks(2, step_once_more, "after", True):
+        assert "step() was called once too often on rank 1" in text
+        assert steps == 4
+
+
+def step_without_a_batch(rank: int, world: int, way: str) -> list[Any]:
+    """Rank 1 has no batch in every other step, and leaves out what a loop of this kind leaves out then."""
+    model, optimizer = build()
+    for step in range(6):
+        has_batch = rank == 0 or step % 2 == 0
+        if way == "zero_grad first":
+            optimizer.zero_grad()
+        if has_batch or way == "forward alone":
+            loss = net_loss(model, rank, step, 0)
+            if has_batch:
+                loss.backward()
+        optimizer.step()
+        if way in ("zero_grad last", "forward alone"):
+            optimizer.zero_grad()
+        elif way == "zero_grad by the model":
+            model.zero_grad()
+    return [optimizer.stats.step, hash_whole(model)]
+
+
+@pytest.mark.parametrize(
+    "way", ["zero_grad first", "zero_grad last", "zero_grad by the model", "no zero_grad", "forward alone"]
+)
+def test_a_rank_without_a_batch_takes_part_in_steps(way: str) -> None:
+    first, second = run_ranks(2, step_without_a_batch, way)
+    assert first == second
+    assert first[0] == 6

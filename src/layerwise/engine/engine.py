@@ -29,6 +29,7 @@ from layerwise.comm.groups import (
 from layerwise.comm.machines import on_one_machine
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.comm.sharded import is_sharded, local_of, reshard
+from layerwise.engine.calls import Calls
 from layerwise.engine.count import StepCount
 from layerwise.engine.gradients import CopiedGradients, Gradients, OwnGradients
 from layerwise.engine.publisher import Publisher
@@ -153,6 +154,7 @@ class Engine:
         check_alike(groups, self.roster, "is stored", cuts_of_ties(self.plan))
         self.traffic = Traffic()
         self.count = StepCount()
+        self.calls = Calls()
         self.errands = Errands(groups)
         self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step, groups.made)
         self._on_one_machine = on_one_machine(groups)

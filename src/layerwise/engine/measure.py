@@ -71,6 +71,7 @@ class Measure:
         gradients = engine.gradients
         unfit = self._unfit_gradients()
         is_unscaled = self._scaler is not None and gradients.has_gradients and not gradients.said.is_scaled
+        is_odd = engine.plan.options.reduces and engine.calls.is_odd(has_gradients=gradients.has_gradients)
         missing = gradients.finish()
         divisors = self._divisors()
         vector = self._stats_pass.begin(divisors)
@@ -93,6 +94,8 @@ class Measure:
             has_problem=problem is not None,
             is_scaled=gradients.said.is_scaled,
             is_unscaled=is_unscaled,
+            is_odd=is_odd,
+            has_zeroed=engine.calls.has_zeroed,
         )
         return Begun(vector, seen, divisors, live, problem, settings)
 
@@ -222,6 +225,13 @@ class Measure:
             raise PlanMismatchError(
                 "ranks called step() with different optimizer settings, which have changed back since."
             )
+        if totals.has_extra_step and not totals.nothing_arrived:
+            twice = StateError(
+                f"step() was called once too often on rank {groups.rank}: it came twice without the zero_grad() in between that other ranks "
+                "called, and from here on gradients of this rank would be one step late. This step changed nothing. Call step() equally "
+                "often on every rank; one without a batch calls zero_grad() and step() like the others."
+            )
+            agree_despite(groups, "calls of step()", twice if begun.seen.is_odd else None, {})
         # A pipeline's loss is scaled where it is known, on the last stage; others have gradients of it.
         some = any(totals.scaled)
         for stage, (scaled, unscaled) in enumerate(zip(totals.scaled, totals.unscaled, strict=True)):

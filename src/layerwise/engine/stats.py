@@ -27,6 +27,10 @@ _WORD_BITS = 12
 """Bits per consistency word. Sums of squares of such words over up to 2^14 ranks stay exact in fp64."""
 
 
+_COUNTED = 1 << 15
+"""Above the number of ranks: three counts of them go as one number."""
+
+
 class _Parts(NamedTuple):
     """Views of the vector that is reduced, in the order of `StatsSizes`, which says what they are."""
 
@@ -228,7 +232,7 @@ class StatsPass:
         scaled, unscaled = [0.0] * stages, [0.0] * stages
         if mine is not None:
             scaled[self._stage], unscaled[self._stage] = float(mine.is_scaled), float(mine.is_unscaled)
-        problems = [float(mine is not None and mine.has_problem)]
+        problems = [0.0 if mine is None else mine.has_problem + _COUNTED * (mine.is_odd + _COUNTED * mine.has_zeroed)]
         numbers = [*problems, *scaled, *unscaled, *words, *(word * word for word in words)]
         self._known[self._known_part.start :][: len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
@@ -245,6 +249,8 @@ class StatsPass:
         )
 
     def _read(self, found: _Numbers, divisors: Divisors, joint: Collection[str]) -> Totals:
+        calls, problems = divmod(int(found.problems[0]), _COUNTED)
+        zeroed, odd = divmod(calls, _COUNTED)
         return Totals(
             square_sums=dict(zip(self.names, found.groups, strict=True)),
             num_zeros=int(found.zeros[0]) if self._zeros else None,
@@ -257,7 +263,8 @@ class StatsPass:
                 for index in self._disagreeing(found, joint)
             },
             consistent=self._is_consistent(found),
-            problems=int(found.problems[0]),
+            problems=problems,
+            has_extra_step=bool(odd and zeroed),
             scaled=tuple(map(int, found.scaled)),
             unscaled=tuple(map(int, found.unscaled)),
             divisors=divisors,

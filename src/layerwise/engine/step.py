@@ -108,6 +108,7 @@ class Stepper:
     def step(self, ask: Callable[[], Live]) -> None:
         """All phases, or none: a step that is skipped changes nothing. `ask` is for the options as they are."""
         self._is_stepping = True
+        calls, has_gradients = self._engine.calls, self._engine.gradients.has_gradients
         try:
             # 1. Reduce, and 2. Stats.
             measure, prepare = self._measure, partial(self.update.prepare, waits=not self._decides_later)
@@ -118,9 +119,11 @@ class Stepper:
                 self._step_seen(measure.agreed(begun, measure.reduce(begun)(), prepare), begun.live)
         except BaseException:
             self._forget(self._half_way == "" and self._engine.gradients.leave())
+            calls.forget()
             raise
         else:
             self.forget()
+            calls.stepped(has_gradients=has_gradients)
         finally:
             self._is_stepping = False
         self._tell()  # of the step before, now that nothing can come of it for this one

@@ -108,6 +108,8 @@ class Totals:
     """Of each stage, ranks that have gradients of a loss which they did not scale."""
     divisors: Divisors
     """From sums to averages."""
+    has_extra_step: bool = False
+    """Some rank took a step with nothing before it, and others had called `zero_grad()`: see `Calls`."""
 
     def norm(self, *names: str) -> float:
         """Norm of the averaged gradient over the named groups together."""
@@ -131,3 +133,7 @@ class Seen:
     has_problem: bool
     is_scaled: bool
     is_unscaled: bool
+    is_odd: bool = False
+    """This step follows another one with nothing in between: see `Calls`."""
+    has_zeroed: bool = False
+    """`zero_grad()` was called since the last step."""

@@ -242,6 +242,7 @@ class Optimizer(torch.optim.Optimizer):
         none of them ran a synchronised backward: reductions that some have begun are finished first. Where one rank drops a
         backward that another steps, both raise."""
         self.engine.gradients.forget()
+        self.engine.calls.has_zeroed = True
         super().zero_grad(set_to_none)
 
     def free_buffers(self) -> None:

@@ -226,6 +226,7 @@ class DataParallel(nn.Module):
                 "model.module[i], or hand the chunks to a pipeline schedule."
             )
         self.engine.check_bound()
+        self.engine.calls.has_run = True
         ensure_compiled(self.engine.publisher)
         return self.engine.chunks[0](*args, **kwargs)
 
@@ -253,6 +254,7 @@ class DataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as `optimizer.zero_grad()` does."""
         self.engine.reducer.forget()
+        self.engine.calls.has_zeroed = True
         super().zero_grad(set_to_none)
 
     def ensure(self) -> None:

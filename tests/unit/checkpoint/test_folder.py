@@ -3,16 +3,24 @@ up is not taken for the last of this one."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import layerwise
-from tests.ranks import run_ranks
+from layerwise.checkpoint import files, saving
+from layerwise.checkpoint import folder as folders
+from layerwise.checkpoint.disk import write_files
+from layerwise.errors import CheckpointError
+from tests.ranks import raised, run_ranks
 
 
 def build() -> tuple[nn.Linear, layerwise.Optimizer]:
@@ -119,3 +127,102 @@ def test_a_folder_is_the_same_wherever_the_process_goes(tmp_path: Path, monkeypa
     checkpoints.save(model, optimizer, step=3)
     assert (tmp_path / "one").is_dir()
     assert (tmp_path / "many" / "step_00000003").is_dir()
+
+
+def saved(folder: Path, *steps: int, **more: Any) -> tuple[layerwise.Checkpoints, nn.Linear, layerwise.Optimizer]:
+    """A run that has saved these steps."""
+    model, optimizer = build()
+    checkpoints = layerwise.Checkpoints(folder, **more)
+    for step in steps:
+        train(model, optimizer)
+        checkpoints.save(model, optimizer, step=step)
+    return checkpoints, model, optimizer
+
+
+def test_a_second_run_leaves_alone_what_the_first_is_writing_and_has_written(tmp_path: Path) -> None:
+    mine, model, optimizer = saved(tmp_path, 90, 100)
+    unfinished = tmp_path / "step_00000110.partial"
+    unfinished.mkdir()
+    with pytest.warns(UserWarning, match="another run saves into .*: what it has written stays"):
+        theirs, *rest = saved(tmp_path, 5, 6, keep=1)
+    assert names_in(tmp_path) == ["step_00000006", "step_00000090", "step_00000100", unfinished.name]
+    with pytest.raises(CheckpointError, match="step_00000110.partial is there, and another run saves into"):
+        theirs.save(*rest, step=110)
+    assert unfinished.is_dir()
+    # Once the other is gone, the folder is this run's.
+    del theirs
+    mine.save(model, optimizer, step=110)
+    assert names_in(tmp_path) == ["step_00000090", "step_00000100", "step_00000110"]
+
+
+def test_a_folder_that_went_away_in_the_middle_of_a_run_is_said(tmp_path: Path) -> None:
+    checkpoints, model, optimizer = saved(tmp_path / "run", 1, 2)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.warns(
+        UserWarning, match=r"run had checkpoints of steps 1, 2, and it is gone: .*mounted. Step 3 is saved"
+    ):
+        checkpoints.save(model, optimizer, step=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoints.save(model, optimizer, step=4)
+    assert names_in(tmp_path / "run") == ["step_00000003", "step_00000004"]
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_failed_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    checkpoints, model, optimizer = saved(tmp_path, 1, background=background)
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_write", full)
+        with pytest.raises(OSError, match="No space left"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoints.save(model, optimizer, step=2)
+            checkpoints.wait()
+    assert names_in(tmp_path) == ["step_00000001"]
+
+
+def test_what_fails_after_a_checkpoint_has_its_name_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, model, optimizer = saved(tmp_path, 1, keep=1)
+
+    def write(folder: Path, texts: Any) -> None:
+        if folder == tmp_path:
+            (folder / next(iter(texts))).touch()
+            full()
+        write_files(folder, texts)
+
+    monkeypatch.setattr(saving, "write_files", write)
+    monkeypatch.setattr(folders, "write_files", write)
+    with pytest.warns(UserWarning, match="step_00000002 is saved; what else was to be done in its folder failed"):
+        checkpoints.save(model, optimizer, step=2)
+    assert names_in(tmp_path) == ["step_00000002"]
+    assert layerwise.Checkpoints(tmp_path).load(model, optimizer).step == 2
+
+
+def save_without_room(rank: int, world: int, folder: str, free: int) -> list[Any]:
+    model = layerwise.DataParallel(nn.Linear(64, 64))
+    room = os.statvfs_result((4096, 1, 10**6, free, free, 0, 0, 0, 0, 255))
+    with mock.patch.object(os, "statvfs", lambda path: room):
+        return [raised(lambda: layerwise.save(Path(folder) / "one", model)), os.listdir(folder)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_room_is_looked_for_before_anything_is_written(tmp_path: Path, world: int) -> None:
+    for rank, (text, names) in enumerate(run_ranks(world, save_without_room, str(tmp_path), 100)):
+        assert text.startswith(
+            "CheckpointError" if rank == 0 else "PlanMismatchError: rank 0 failed where others did not"
+        )
+        assert "has room for 100 B, and the checkpoint needs 16.2 KiB: expected room for one more than are kept" in text
+        assert names == []
+
+
+@pytest.mark.parametrize("free", [0, 10**6])
+def test_a_file_system_that_does_not_tell_how_much_room_it_has_is_written_to(tmp_path: Path, free: int) -> None:
+    assert run_ranks(1, save_without_room, str(tmp_path), free) == [["nothing was raised", ["one"]]]

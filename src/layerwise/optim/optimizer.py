@@ -62,8 +62,8 @@ class Optimizer(torch.optim.Optimizer):
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
         norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
-        nonfinite: what to do when a reduced gradient holds inf or NaN: "skip" the step, "raise" on every rank, or
-            "ignore".
+        nonfinite: what to do when a reduced gradient holds inf or NaN, or a norm is so large after clipping that its square is inf
+            in fp32 (above 1.8e19): "skip" the step, "raise" on every rank, or "ignore".
         skip_above: skip a step whose gradient norm (`stats.grad_norm`, which leaves named groups out) is larger.
         count_zeros: also count zero gradient elements.
         loss_scale: dynamic loss scaling for fp16; then call `scale_loss(loss).backward()`.

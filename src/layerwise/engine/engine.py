@@ -143,8 +143,7 @@ class Engine:
         self._tree = ModuleTree(self.chunks)
         self._frozen = {fqn: param for fqn, param in params.items() if not param.requires_grad}
         trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
-        rules = settings.options.rules
-        self.roster = Roster.of(groups, self.chunks, trainables, self._frozen, settings.ties, rules)
+        self.roster = Roster.of(groups, self.chunks, trainables, self._frozen, settings.ties, settings.options.rules)
         self.plan = derive_together(
             groups,
             "plans",

@@ -224,9 +224,10 @@ class Checkpoints:
 
     def _clean(self) -> None:
         """Delete what was begun in the folder and not finished: it takes the room of what is written next."""
-        self._unnamed_pointer.unlink(missing_ok=True)
+        with suppress(OSError):  # what does not go is no reason not to save
+            self._unnamed_pointer.unlink(missing_ok=True)
         for path in _left_behind(self.folder):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
     def _tidy(self, newest: Path) -> None:
         """Say which is the last, and let go of the oldest, once it is certain that the newest is whole. It has its name: what goes

@@ -204,26 +204,27 @@ def test_what_fails_after_a_checkpoint_has_its_name_is_a_warning(
     with pytest.warns(UserWarning, match="step_00000002 is saved; what else was to be done in its folder failed"):
         checkpoints.save(model, optimizer, step=2)
     assert names_in(tmp_path) == ["step_00000002"]
-    assert layerwise.Checkpoints(tmp_path).load(model, optimizer).step == 2
+    assert layerwise.Checkpoints(tmp_path).load(model, optimizer, step=2) is not None
 
 
-def save_without_room(rank: int, world: int, folder: str, free: int) -> list[Any]:
+def save_without_room(rank: int, world: int, folder: str, free: int) -> str:
     model = layerwise.DataParallel(nn.Linear(64, 64))
     room = os.statvfs_result((4096, 1, 10**6, free, free, 0, 0, 0, 0, 255))
     with mock.patch.object(os, "statvfs", return_value=room):
-        return [raised(lambda: layerwise.save(Path(folder) / "one", model)), os.listdir(folder)]
+        return raised(lambda: layerwise.save(Path(folder) / "one", model))
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_room_is_looked_for_before_anything_is_written(tmp_path: Path, world: int) -> None:
-    for rank, (text, names) in enumerate(run_ranks(world, save_without_room, str(tmp_path), 100)):
+    for rank, text in enumerate(run_ranks(world, save_without_room, str(tmp_path), 100)):
         assert text.startswith(
             "CheckpointError" if rank == 0 else "PlanMismatchError: rank 0 failed where others did not"
         )
         assert "has room for 100 B, and the checkpoint needs 16.2 KiB: expected room for one more than are kept" in text
-        assert names == []
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("free", [0, 10**6])
 def test_a_file_system_that_does_not_tell_how_much_room_it_has_is_written_to(tmp_path: Path, free: int) -> None:
-    assert run_ranks(1, save_without_room, str(tmp_path), free) == [["nothing was raised", ["one"]]]
+    assert run_ranks(1, save_without_room, str(tmp_path), free) == ["nothing was raised"]
+    assert names_in(tmp_path) == ["one"]

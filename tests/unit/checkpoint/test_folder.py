@@ -182,7 +182,8 @@ def test_a_save_that_failed_leaves_nothing_behind(
     checkpoints, model, optimizer = saved(tmp_path, 1, background=background)
     checkpoints.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_write", full)
+        patch.setattr(os, "writev", full)
+        patch.setattr(files, "_write", full, raising=False)
         said = raised(lambda: (checkpoints.save(model, optimizer, step=2), checkpoints.wait()))
     assert said.startswith("OSError: [Errno 28] No space left on device")
     assert names_in(tmp_path) == ["step_00000001"]

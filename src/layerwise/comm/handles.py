@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -78,6 +79,6 @@ class Handle:
         self._keep_alive, self._works, self._then = (), (), None
         take_back()
 
-    def __del__(self) -> None:
-        if self._works:  # dropped on its way, or when it failed
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._works and not is_finalizing():  # dropped on its way, or when it failed
             self._let_go()

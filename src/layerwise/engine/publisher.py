@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -78,7 +78,7 @@ class Publisher:
 
     def _guard(self, replica: Replica) -> StaleGuard:
         params = [self._storage.params[placement.fqn] for placement in replica.plan.placements]
-        return StaleGuard(params, partial(self.ensure, replica))
+        return StaleGuard(params, partial(self.ensure, replica), partial(self.trace, (replica,)))
 
     def begin(self) -> None:
         """Masters have moved: all replicas are stale. Gathers now, or as forward asks for them."""
@@ -106,6 +106,12 @@ class Publisher:
         if replica.version != replica.shard.version:
             self._catch_up(replica)
         replica.wait_written()
+
+    def trace(self, replicas: Sequence[Replica]) -> None:
+        """Bring up to date what is read by code that is being compiled, and remember that this code will not ask."""
+        self.compiled.note(replicas)
+        for replica in replicas:
+            self.ensure(replica)
 
     def _catch_up(self, replica: Replica) -> None:
         self._check_process()

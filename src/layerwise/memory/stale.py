@@ -56,8 +56,18 @@ class StaleParam:
     """Mixed into the class of a param whose values are old."""
 
     bring_up_to_date: Callable[[], None]
+    traced: Callable[[], None]
+    """The same for code that is being compiled."""
     fresh: type
     """The class that the param has when its values are new."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Before dynamo takes down the class of a param, it asks the param for marks of its own, which no param has. This is
+        # the moment to be fresh: a class that changes while a frame is traced ends the trace in an error.
+        if not torch.compiler.is_compiling():
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        type(self).traced()
+        return getattr(self, name)
 
     @classmethod
     def __torch_function__(
@@ -100,13 +110,20 @@ def _stale_inside(found: Any) -> Iterator[StaleParam]:
 class StaleGuard:
     """The params of one bucket, guarded while they are stale."""
 
-    def __init__(self, params: Sequence[nn.Parameter], ensure: Callable[[], None]) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], ensure: Callable[[], None], traced: Callable[[], None] | None = None
+    ) -> None:
+        """`ensure` brings the params up to date, for any reader; `traced` does so for code that is being compiled."""
+
         @never_traced
         def bring_up_to_date() -> None:
             outside_transforms(ensure)
 
         self._params = tuple(params)
-        self._bring_up_to_date = bring_up_to_date
+        self._readers = {
+            "bring_up_to_date": staticmethod(bring_up_to_date),
+            "traced": staticmethod(ensure if traced is None else traced),
+        }
         self._stand_ins: dict[type, type] = {}
 
     def arm(self) -> None:
@@ -119,7 +136,7 @@ class StaleGuard:
                 self._stand_ins[kind] = type(
                     f"Stale{kind.__name__}",
                     (StaleParam, kind),
-                    {"bring_up_to_date": staticmethod(self._bring_up_to_date), "fresh": kind},
+                    {**self._readers, "fresh": kind},
                 )
             param.__class__ = self._stand_ins[kind]
 

@@ -121,9 +121,7 @@ class _Ensuring(_Hook):
 
         @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def trace() -> int:
-            publisher.compiled.note(replicas)
-            for replica in replicas:
-                publisher.ensure(replica)
+            publisher.trace(replicas)
             when_traced()
             return 0
 

@@ -387,8 +387,59 @@ def test_a_compiled_model(prefetch: int | None, how: dict[str, Any]) -> None:
     check_compiled(run, torch.compile(run.model, backend=how["backend"]))
 
 
+ASKED: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "dtype": lambda module, x: module(x.to(next(module.parameters()).dtype)),
+    "device": lambda module, x: module(x.to(next(module.parameters()).device)),
+    "dtype of a weight": lambda module, x: module(x.to(module.first.weight.dtype)),
+    "requires_grad": lambda module, x: module(x) if module.first.weight.requires_grad else x,
+    "number of elements": lambda module, x: module(x / sum(param.numel() for param in module.parameters())),
+    "dtype, then values": lambda module, x: module(x.to(module.last.weight.dtype) + module.last.weight.sum()),
+    "values, then modules": lambda module, x: module(x + sum(param.sum() for param in module.parameters())),
+}
+"""What compiled code may ask params before it runs their modules."""
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["fullgraph", ""])
+@pytest.mark.parametrize("since", [0, 1], ids=["compiled at the start", "compiled after a step"])
+@pytest.mark.parametrize("what", ASKED)
+def test_compiled_code_that_asks_stale_params_first(what: str, since: int, is_whole: bool) -> None:
+    run, twin = Training(prefetch=0), sync()
+    compiled = torch.compile(ASKED[what], backend="eager", fullgraph=is_whole)
+    counts = []
+    torch._dynamo.utils.counters.clear()
+    for step in range(6):
+        ask = compiled if step >= since else ASKED[what]
+        found = run.step(step, lambda x, ask=ask: ask(run.module, x))
+        assert found == twin.step(step, lambda x: ASKED[what](twin.module, x)), step
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert same(run.weights(), twin.weights())
+    assert counts[since + 2] == counts[-1] > 0, f"graphs after each step: {counts}"
+
+
+class AsksItself(Net):
+    """A model whose own forward asks, as those of Hugging Face do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = next(self.parameters())
+        return super().forward(x.to(own.device, own.dtype))
+
+
+@pytest.mark.parametrize("what", [*AFTER, "the model"])
+@pytest.mark.parametrize("since", [0, 1], ids=["compiled at the start", "compiled after a step"])
+def test_a_compiled_model_that_asks_itself(what: str, since: int) -> None:
+    run = Training(AsksItself, prefetch=0)
+    twin = sync()
+    how = {"backend": "eager"}
+    forward: Forward | None = None
+    for step in range(5):
+        if step == since:
+            forward = torch.compile(run.model, **how) if what == "the model" else AFTER[what](run.model, how)
+        assert run.step(step, forward) == twin.step(step), step
+    assert same(run.weights(), twin.weights())
+
+
 def test_a_compiled_function_over_weights() -> None:
-    """It belongs to no module, so dynamo sees the class of stale params and takes another way."""
+    """No module of theirs is entered: dynamo meets stale params themselves."""
     run, twin = Training(prefetch=0), sync()
 
     def forward_of(module: Any) -> Forward:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from layerwise.comm.groups import Groups
-from layerwise.comm.lifetimes import check_alive, counted_alike
+from layerwise.comm.lifetimes import check_alive, named_alike
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Errands:
             return groups
         check_alive(groups.training, "saving in the background")
         like = None if dist.get_world_size() == groups.world else groups.control
-        with counted_alike(like):
+        with named_alike(like):
             ranks = None if like is None else dist.get_process_group_ranks(like)
             found = replace(groups, control=groups.made.new_group(ranks, backend="gloo", like=like))
         _ = found.rank, found.world  # known from now on: torch forgets it once the user has destroyed all groups

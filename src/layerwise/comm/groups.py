@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerwise.comm.facts import gather_facts
 from layerwise.comm.leaving import blocking
-from layerwise.comm.lifetimes import Made, collect_dropped, counted_alike, destroy_retired
+from layerwise.comm.lifetimes import Made, collect_dropped, destroy_retired, named_alike
 from layerwise.comm.waiting import PATIENCE_S, impatient
 from layerwise.errors import PlanMismatchError, StateError
 from layerwise.layout.difference import first_difference
@@ -173,7 +173,7 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     collect_dropped()
     made = Made()
-    with counted_alike(process_group):
+    with named_alike(process_group):
         training = made.new_group(ranks, like=process_group)
         control = made.new_group(ranks, backend="gloo", like=process_group)
     destroy_retired(control)

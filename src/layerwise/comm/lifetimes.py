@@ -13,7 +13,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -45,8 +47,6 @@ class Made:
         Where the user gave a group (`like`), only its members are here to make another one.
         """
         own: Any = dist.group.WORLD if like is None else like
-        if like is not None:
-            _COUNTED.add(_known())
         if dist.get_backend(own) == "fake":  # ranks that are not there cannot be met in any other way
             backend = None
         timeout = getattr(getattr(own._get_backend(own._device_types[0]), "options", None), "_timeout", None)
@@ -119,32 +119,24 @@ def destroy_retired(control: dist.ProcessGroup) -> None:
             _RETIRED.remove(one)
 
 
-_COUNTED: set[int] = set()
-"""How many groups were known whenever one was made by its members alone: the names that come of these are taken."""
-
-
-def _known() -> int:
-    return len(distributed_c10d._world.pg_names)
-
-
 @contextmanager
-def counted_alike(process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Have every member of a group know as many groups as the others do, and more than ever before, in here. torch names a
-    group that only its members make by how many they know: ranks that are in different numbers of groups would wait for
-    each other under different names, and once some are destroyed a name would come again."""
+def named_alike(process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Have groups that only the members of a process group make bear one name on all of them. Every member calls it.
+
+    torch names such a group after a number that a rank has counted for itself, and offers no other name: groups that it
+    knows (up to 2.14), or groups that it has made (2.15). Ranks that are in different numbers of groups would wait for each
+    other under different names.
+    """
     if process_group is None:
         yield
         return
     own: Any = process_group
-    mine = max(_known(), max(_COUNTED, default=-1) + 1)
     kinds = [device.type for device in own._device_types]
-    counts = gather_facts(mine, process_group, torch.device("cpu" if "cpu" in kinds else kinds[0]))
-    fillers = [
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        for _ in range(max(counts) - _known())
-    ]
+    first, *_ = gather_facts(uuid4().hex, process_group, torch.device("cpu" if "cpu" in kinds else kinds[0]))
+    numbers = count()
+    theirs = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: f"layerwise {first} {next(numbers)}"
     try:
         yield
     finally:
-        for filler in fillers:
-            dist.destroy_process_group(filler)
+        distributed_c10d._process_group_name = theirs

@@ -188,11 +188,12 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     )
 
 
-def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool) -> Groups:
-    """The same ranks as a mesh arranges them. With `checked`, domains also get groups to compare collectives over."""
+def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool, dims: Sequence[str] = _MESH_DIMS) -> Groups:
+    """The same ranks as these dims of a mesh arrange them. With `checked`, domains also get groups to compare collectives
+    over. Every rank calls it."""
     if mesh is None or everyone.training is None:
         return everyone
-    places = _places(mesh)
+    places = _places(mesh, dims)
     stages = _ranks_by(places, ("pp",))
     shared = {stages[0]: (everyone.training, everyone.control)} if len(stages) == 1 else {}
     domains = {
@@ -200,6 +201,15 @@ def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool) -> Gro
         EXPERT: my_domain(_ranks_by(places, ("pp", "ep")), shared, everyone.made, checked=checked),
     }
     return replace(everyone, domains=domains, stages=stages, expert_place=places[everyone.rank].get("ep", 0))
+
+
+def check_coverage(mesh: object) -> None:
+    """Raise if a mesh has some of the ranks only: then some of them only may be here, and others would be waited for."""
+    if isinstance(mesh, DeviceMesh) and sorted(mesh.mesh.flatten().tolist()) != list(range(default_world())):
+        raise ValueError(
+            f"mesh has the ranks {mesh.mesh.flatten().tolist()}, the process group {default_world()} ranks: expected every "
+            "rank once. Build the mesh over all of them."
+        )
 
 
 def check_mesh(mesh: object) -> None:
@@ -216,11 +226,7 @@ def check_mesh(mesh: object) -> None:
             f"mesh has the dims {names}: expected names out of {', '.join(map(repr, _MESH_DIMS))}. Dense params are copied "
             "over dp and ep, expert params over dp, and pp is for pipeline stages; give mesh_dim_names to init_device_mesh()."
         )
-    if sorted(mesh.mesh.flatten().tolist()) != list(range(default_world())):
-        raise ValueError(
-            f"mesh has the ranks {mesh.mesh.flatten().tolist()}, the process group {default_world()} ranks: expected every "
-            "rank once. Build the mesh over all of them."
-        )
+    check_coverage(mesh)
     along = names.index("pp") if "pp" in names else None
     for stage in (mesh.mesh,) if along is None else mesh.mesh.unbind(along):
         ranks = stage.flatten().tolist()
@@ -249,10 +255,18 @@ def num_stages(mesh: DeviceMesh | None) -> int:
     return int(mesh.mesh.shape[names.index("pp")]) if mesh is not None and "pp" in names else 1
 
 
-def _places(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
-    """Where every rank sits along each dim."""
+def _places(mesh: DeviceMesh, dims: Sequence[str]) -> dict[int, dict[str, int]]:
+    """Where every rank sits along each of these dims."""
     names = mesh.mesh_dim_names or ()
-    return {int(mesh.mesh[at]): dict(zip(names, at, strict=True)) for at in product(*map(range, mesh.mesh.shape))}
+    return {
+        int(mesh.mesh[at]): {dim: place for dim, place in zip(names, at, strict=True) if dim in dims}
+        for at in product(*map(range, mesh.mesh.shape))
+    }
+
+
+def stages_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every pipeline stage of a mesh, in ascending order."""
+    return _ranks_by(_places(mesh, ("pp",)), ("pp",))
 
 
 def _ranks_by(places: Mapping[int, Mapping[str, int]], dims: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -133,10 +133,10 @@ def named_alike(process_group: dist.ProcessGroup | None) -> Iterator[None]:
     own: Any = process_group
     kinds = [device.type for device in own._device_types]
     first, *_ = gather_facts(uuid4().hex, process_group, torch.device("cpu" if "cpu" in kinds else kinds[0]))
-    numbers = count()
-    theirs = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda *_, **__: f"layerwise {first} {next(numbers)}"
+    numbers, torchs = count(), cast(Any, distributed_c10d)
+    name_of = torchs._process_group_name
+    torchs._process_group_name = lambda *_, **__: f"layerwise {first} {next(numbers)}"
     try:
         yield
     finally:
-        distributed_c10d._process_group_name = theirs
+        torchs._process_group_name = name_of

@@ -17,7 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerwise.comm.groups import Groups, all_ranks, default_world, derive_together, my_domain, share
+from layerwise.comm.groups import (
+    Groups,
+    all_ranks,
+    arranged,
+    default_world,
+    derive_together,
+    my_domain,
+    num_stages,
+    share,
+    stages_of,
+)
 from layerwise.errors import PlanMismatchError
 from layerwise.layout.meshes import Cut, Placed
 from layerwise.layout.shards import Ranks
@@ -134,11 +144,16 @@ def gathered_params(module: nn.Module) -> frozenset[Tensor]:
 
 
 def groups_of(params: Mapping[str, nn.Parameter], process_group: dist.ProcessGroup | None) -> Groups:
-    """The ranks that the meshes of sharded params have, all in one group."""
-    if process_group is not None:
-        return all_ranks(process_group)
+    """The ranks that the meshes of sharded params have, all in one group, together with those of the other stages of their
+    pipeline. Every rank of these calls it."""
     meshes = [_as_dtensor(param).device_mesh for param in params.values() if is_sharded(param)]
     everyone = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
+        pipeline = _pipeline_of(meshes, everyone)
+        if pipeline is not None:
+            return arranged(all_ranks(), pipeline, checked=False, dims=("pp",))
+    if process_group is not None:
+        return all_ranks(process_group)
     if everyone == set(range(dist.get_world_size())):
         return all_ranks()
     for mesh in meshes:
@@ -148,6 +163,16 @@ def groups_of(params: Mapping[str, nn.Parameter], process_group: dist.ProcessGro
         f"params lie on the ranks {sorted(everyone)}, of {dist.get_world_size()}: nobody knows a process group of just these. Pass "
         "process_group=, with all ranks that hold a part of this model."
     )
+
+
+def _pipeline_of(meshes: Iterable[Any], ranks: Collection[int]) -> Any | None:
+    """The mesh over all ranks that these meshes are parts of, if it has a dim "pp" and the ranks are those of one of its
+    stages. torch has no public name for what a mesh is a part of."""
+    for mesh in meshes:
+        root = getattr(mesh, "_get_root_mesh", lambda own=mesh: own)()
+        if num_stages(root) > 1 and root.mesh.numel() == dist.get_world_size():
+            return root if any(set(ranks) <= set(stage) for stage in stages_of(root)) else None
+    return None
 
 
 def placements_of(
@@ -164,26 +189,32 @@ def placements_of(
     experts is another one on each mesh; any other is a copy of the same one, which the first step makes sure of.
     """
     mine: dict[str, Placed] = {}
+    stage = groups.stages[groups.stage]
 
     def parts() -> dict[str, object]:
         ranks = [0] if groups.training is None else dist.get_process_group_ranks(groups.training)
-        number_of = {rank: number for number, rank in enumerate(ranks)}
+        number_of = {ranks[number]: place for place, number in enumerate(stage)}
         for fqn, param in params.items():
             if is_sharded(param):
                 mine[fqn] = _read(fqn, param, number_of, is_gathered=param in gathered)
-        return {fqn: list(placed.ranks) for fqn, placed in mine.items() if len(placed.ranks) < groups.world}
+        return {
+            fqn: [list(placed.ranks), domain_of(fqn) == EXPERT]
+            for fqn, placed in mine.items()
+            if len(placed.ranks) < len(stage)
+        }
 
     told: list[Any] = share(groups, parts)
-    names = sorted({fqn for facts in told for fqn in facts})
-    meshes_of = {fqn: _meshes(fqn, [facts.get(fqn) for facts in told]) for fqn in names}
-    apart = {fqn: meshes for fqn, meshes in meshes_of.items() if domain_of(fqn) == EXPERT and len(meshes) > 1}
-    if apart:
-        groups = _with_experts(groups, apart)
+    # Every rank looks at all stages: groups of experts are made by all ranks, and what is wrong on one is wrong for all.
+    by_stage = [_meshes_by_name([told[rank] for rank in ranks]) for ranks in groups.stages]
+    if any(experts for _, experts in by_stage):
+        groups = _with_experts(groups, [experts for _, experts in by_stage])
+    meshes_of, apart = by_stage[groups.stage]
+    me = stage.index(groups.rank)
 
     def cut() -> dict[str, Placed]:
         for fqn, meshes in meshes_of.items():
             if fqn in apart:
-                own = next(sorted(mesh) for mesh in meshes if groups.rank in mesh)
+                own = next(sorted(mesh) for mesh in meshes if me in mesh)
                 mine[fqn] = mine[fqn]._replace(ranks=tuple(own.index(rank) for rank in mine[fqn].ranks))
             elif len(meshes) > 1:
                 mine[fqn] = mine[fqn].on_all(meshes)
@@ -192,6 +223,17 @@ def placements_of(
         return mine
 
     return groups, derive_together(groups, "placements", cut, lambda _: {})
+
+
+def _meshes_by_name(
+    told: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, tuple[Ranks, ...]], dict[str, tuple[Ranks, ...]]]:
+    """The meshes of every param of a stage that is on a part of its ranks, from what each rank says of its own; and of these,
+    those of experts on several meshes."""
+    names = sorted({fqn for facts in told for fqn in facts})
+    meshes_of = {fqn: _meshes(fqn, [facts[fqn][0] if fqn in facts else None for facts in told]) for fqn in names}
+    experts = {fqn for facts in told for fqn, (_, is_expert) in facts.items() if is_expert}
+    return meshes_of, {fqn: meshes for fqn, meshes in meshes_of.items() if fqn in experts and len(meshes) > 1}
 
 
 def _as_dtensor(tensor: Tensor) -> Any:
@@ -251,8 +293,23 @@ def _meshes(fqn: str, told: Sequence[list[int] | None]) -> tuple[Ranks, ...]:
     return tuple(found)
 
 
-def _with_experts(groups: Groups, apart: Mapping[str, Sequence[Ranks]]) -> Groups:
-    """The same ranks, with one set of them per mesh of the experts."""
+def _with_experts(groups: Groups, apart: Sequence[Mapping[str, Sequence[Ranks]]]) -> Groups:
+    """The same ranks, with one set of them per mesh of the experts of every stage. A stage without such is one set."""
+    sets_of = [_sets_of_experts(ranks, meshes) for ranks, meshes in zip(groups.stages, apart, strict=True)]
+    everywhere = [tuple(ranks) for sets in sets_of for ranks in sets]
+    if sum(map(len, everywhere)) != default_world():
+        raise ValueError(
+            f"experts are on the ranks {everywhere}, of {default_world()}: expected every rank to have experts."
+        )
+    domain = my_domain(everywhere, {}, groups.made, checked=False)
+    place = next(number for number, ranks in enumerate(sets_of[groups.stage]) if groups.rank in ranks)
+    return replace(groups, domains={**groups.domains, EXPERT: domain}, expert_place=place)
+
+
+def _sets_of_experts(stage: Ranks, apart: Mapping[str, Sequence[Ranks]]) -> list[Ranks]:
+    """The ranks of a stage, one set per mesh of its experts."""
+    if not apart:
+        return [stage]
     (first, sets), *others = ((fqn, {tuple(sorted(mesh)) for mesh in meshes}) for fqn, meshes in apart.items())
     for fqn, theirs in others:
         if theirs != sets:
@@ -260,13 +317,11 @@ def _with_experts(groups: Groups, apart: Mapping[str, Sequence[Ranks]]) -> Group
                 f"params {first!r} and {fqn!r} are experts on different meshes: {sorted(sets)} and {sorted(theirs)}. Expected all "
                 "experts on one."
             )
-    if sorted(rank for ranks in sets for rank in ranks) != list(range(default_world())):
+    if sorted(rank for ranks in sets for rank in ranks) != list(range(len(stage))):
         raise ValueError(
-            f"param {first!r} is on the ranks {sorted(sets)}, of {default_world()}: expected every rank to have experts."
+            f"param {first!r} is on the ranks {sorted(sets)}, of {len(stage)}: expected every rank to have experts."
         )
-    domain = my_domain(sorted(sets), {}, groups.made, checked=False)
-    place = next(number for number, ranks in enumerate(sorted(sets)) if groups.rank in ranks)
-    return replace(groups, domains={**groups.domains, EXPERT: domain}, expert_place=place)
+    return [tuple(stage[number] for number in ranks) for ranks in sorted(sets)]
 
 
 def _check_box(fqn: str, param: Tensor, placed: Placed, rank: int) -> None:

@@ -43,7 +43,7 @@ from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.shards import Ranks
 from layerwise.memory.copies import Copies
 from layerwise.memory.hooked import claim, hook, is_claimed, unhook
-from layerwise.memory.storage import Storage, one_device
+from layerwise.memory.storage import Storage, one_device, views_of
 from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
 from layerwise.models.tree import ModuleTree
 from layerwise.routing.geometry import Box
@@ -287,6 +287,15 @@ class Engine:
                 f"channels_last is lost for {listed(reordered)}: a step works on weights in the order of their indices. Give the "
                 "model channels_last inputs, x.to(memory_format=torch.channels_last): a convolution computes in the format of its "
                 "input, and torch reorders the weight for it.",
+            )
+        trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
+        buffers = {} if plan.options.memory == "params" else dict(named_buffers(*self.chunks))
+        if views := views_of(trainables, buffers):
+            pairs = ", ".join(f"{name!r} of {fqn!r}" for name, fqn in views)
+            warn(
+                f"buffers are views of params: {pairs}. Weights move to memory of ours, and these buffers stay where they are: they keep "
+                "the values of now. Compute them from the param in forward (self.weight.detach()), or update them after step().",
+                aloud=self.groups.domains[DENSE].rank == 0,
             )
         doubt = suspicion(plan.routes, plan.table)
         if doubt is not None and self.groups.rank == 0:

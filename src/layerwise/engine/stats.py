@@ -7,11 +7,12 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, compress, count, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from layerwise.comm.groups import share
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.totals import Seen, Totals
@@ -83,6 +84,7 @@ class StatsPass:
         self._entries = [(stage, fqn) for stage, fqns in enumerate(engine.roster.fqns) for fqn in sorted(fqns)]
         position = {fqn: index for index, (stage, fqn) in enumerate(self._entries) if stage == self._stage}
         self._position = position
+        own = _own_facts(engine)
         group_position = {name: index for index, name in enumerate(self.names)}
         pairs = [(shard, span) for shard in storage.shards if _is_first_copy(shard, engine) for span in shard.spans]
         counts = [speaks_for(shard.plan, span, storage.ranks[shard.plan.domain]) for shard, span in pairs]
@@ -99,7 +101,7 @@ class StatsPass:
             stages=len(groups.stages),
             ties=len(ties),
             params=len(self._entries),
-            parted=sum(len(shard.fqns) for shard in engine.plan.copied_in_parts),
+            parted=sum(facts.is_voted for facts in own.values()),
         )
         self._groups = torch.tensor(
             [
@@ -114,23 +116,17 @@ class StatsPass:
             ((shard, span.part) for (shard, span), is_counted in zip(pairs, counts, strict=True) if is_counted),
             stay=storage.keeps_updates,
         )
-        holders = _holders(engine)
-        self._everywhere = torch.tensor(
-            [
-                holders.get(fqn, self._stage_sizes[stage]) if stage == self._stage else self._stage_sizes[stage]
-                for stage, fqn in self._entries
-            ],
-            dtype=torch.float64,
-            device="cpu",
-        ).tolist()
+        # How many ranks hold any of each param. One that lies in buffers comes to all of its stage.
+        self._everywhere = [
+            float(own[entry].holders if entry in own else self._stage_sizes[entry[0]]) for entry in self._entries
+        ]
         # Where ranks hold different experts under one name, one count is of several params.
-        apart = {fqn for shard in engine.plan.own for fqn in shard.fqns if shard.world < engine.plan.world}
-        self._is_one = [fqn not in apart for _, fqn in self._entries]
+        self._is_one = [entry not in own or not own[entry].is_apart for entry in self._entries]
         # Those of which every holder has the same, so that their counts tell it all.
-        parted = {fqn for shard in engine.plan.own if shard.is_parted for fqn in shard.fqns}
-        self._is_whole = [fqn not in parted for _, fqn in self._entries]
-        self._votes = {fqn: _vote(shard, fqn, engine) for shard in engine.plan.copied_in_parts for fqn in shard.fqns}
-        self._voted = [position[fqn] for fqn in self._votes]
+        self._is_whole = [entry not in own or not own[entry].is_parted for entry in self._entries]
+        self._voted = [index for index, entry in enumerate(self._entries) if entry in own and own[entry].is_voted]
+        votes = {fqn: _vote(shard, fqn, engine) for shard in engine.plan.copied_in_parts for fqn in shard.fqns}
+        self._votes = {fqn: (self._voted.index(position[fqn]), vote) for fqn, vote in votes.items()}
         self._params = torch.tensor([position[span.fqn] for _, span in pairs], dtype=torch.long, device=self._device)
         # Memory that the device reads and writes by itself: the host waits once, for what comes back.
         self._known, self._found = (
@@ -191,9 +187,9 @@ class StatsPass:
         for part, fqns in ((parts.late, mine.late), (parts.missing, mine.missing)):
             if fqns:
                 part[[self._position[fqn] for fqn in fqns]] = 1.0
-        for index, (fqn, vote) in enumerate(self._votes.items()):
+        for fqn, (place, vote) in self._votes.items():
             if fqn in mine.missing:
-                parts.disagreeing[index] = vote
+                parts.disagreeing[place] = vote
 
     def _coming_back(self, vector: Tensor) -> Callable[[], _Numbers]:
         """The reduced vector on the host, once it is asked for."""
@@ -294,10 +290,36 @@ def _counted(counts: Sequence[float]) -> dict[int, int]:
     return {index: int(counts[index]) for index in compress(count(), counts)}
 
 
-def _holders(engine: Engine) -> dict[str, int]:
-    """How many ranks of this stage hold any of each param that lies in memory of its own. Others come to all of them."""
+class _OwnFacts(NamedTuple):
+    """What all stages know of a param that lies in memory of its own."""
+
+    holders: int
+    """How many ranks of its stage hold any of it."""
+    is_apart: bool
+    """Whether ranks hold different ones under its name."""
+    is_parted: bool
+    is_voted: bool
+    """Whether several ranks have copies of parts of it."""
+
+
+def _own_facts(engine: Engine) -> dict[tuple[int, str], _OwnFacts]:
+    """Those of the params of all stages, by stage and name. All ranks of all stages call it."""
+    plan, groups = engine.plan, engine.groups
+    voted = {fqn for shard in plan.copied_in_parts for fqn in shard.fqns}
+    mine = {
+        fqn: _OwnFacts(
+            shard.num_holders * (plan.world // shard.world), shard.world < plan.world, shard.is_parted, fqn in voted
+        )
+        for shard in plan.own
+        for fqn in shard.fqns
+    }
+    if len(groups.stages) == 1 or plan.options.memory != "params":
+        return {(groups.stage, fqn): facts for fqn, facts in mine.items()}
+    told: list[Any] = share(groups, lambda: mine)
     return {
-        fqn: shard.num_holders * (engine.plan.world // shard.world) for shard in engine.plan.own for fqn in shard.fqns
+        (stage, fqn): _OwnFacts(*facts)
+        for stage, ranks in enumerate(groups.stages)
+        for fqn, facts in told[min(ranks)].items()
     }
 
 

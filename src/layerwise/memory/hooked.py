@@ -1,8 +1,8 @@
 """Params whose gradients live in buckets: their `.grad` stays None, and those who ask for it in vain are answered.
 
-Three of torch's own functions walk over `param.grad`. `clip_grad_norm_()` and its like would clip nothing and return 0, so
-they get a warning; a pipeline's schedule would leave gradients undivided, so it gets an error; `Module.zero_grad()` would
-forget nothing, so it is taken for what it says. Only reads of `.grad` from Python pass here: autograd does not, nor does
+Some of torch's own functions walk over `param.grad`. `clip_grad_norm_()` and its like would clip nothing and return 0, and an
+optimizer of torch's would step nothing, so they get a warning; a pipeline's schedule would leave gradients undivided, so it
+gets an error; `Module.zero_grad()` would forget nothing, so it is taken for what it says. Only reads of `.grad` from Python pass here: autograd does not, nor does
 anything that reads values.
 """
 
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerwise.errors import warn
@@ -48,6 +49,8 @@ _TAKEN: MutableMapping[object, weakref.ref[object]] = WeakIdKeyDictionary()
 """Whose every param is that lies in somebody's buffers, hooked or not."""
 _WARNED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
 """Whose gradients were asked for in vain: said once."""
+_STEPPED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
+"""Whose params another optimizer was to step: said once."""
 
 _GRAD: Any = getattr(Tensor, "grad")  # noqa: B009  (torch declares the class's own descriptor as a value)
 _ZERO_GRAD = nn.Module.zero_grad.__code__
@@ -90,6 +93,15 @@ class HookedParam:
     def grad(self) -> None:
         _GRAD.__delete__(self)
 
+    def __repr__(self) -> str:
+        self.detach()  # type: ignore[attr-defined]  # brings a stale one up to date, which changes its class
+        hooked = type(self)
+        self.__class__ = self.plain  # type: ignore[assignment]
+        try:
+            return repr(self)
+        finally:
+            self.__class__ = hooked
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
         copied.__class__ = self.plain  # nobody takes the copy's gradients
@@ -118,6 +130,14 @@ def _answer(fqn: str, keeper: GradKeeper) -> None:
             "torch's functions that clip gradients find none in a layerwise.DataParallel, and change nothing: gradients are in "
             "buckets. Call model.clip_grad_norm_(max_norm), or pass clip_grad_norm= to the Optimizer; the norm is in "
             "optimizer.stats.grad_norm.",
+        )
+    elif isinstance(foreign := asking.f_locals.get("self"), Optimizer) and keeper not in _STEPPED:
+        _STEPPED.add(keeper)
+        kind = type(foreign)
+        warn(
+            f"{kind.__module__}.{kind.__name__} holds {fqn!r}, a param of a layerwise.DataParallel, and leaves it as it is: gradients are "
+            "in buckets, and its .grad is None. Step the model with layerwise.Optimizer(model, matrix=..., other=...); what the "
+            "wrapper does not train can have another optimizer.",
         )
     elif (asking.f_globals.get("__name__"), asking.f_code.co_name) == _SCALES:
         raise ValueError(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +31,7 @@ from layerwise.comm.sharded import gathered_params, groups_of, is_sharded, place
 from layerwise.config.rules import tp_mode_of
 from layerwise.engine.engine import Engine
 from layerwise.engine.settings import Settings
-from layerwise.errors import StateError
+from layerwise.errors import StateError, warn
 from layerwise.kernels.foreign import adapter_of
 from layerwise.layout.cost import cost_of
 from layerwise.layout.options import Memory, Options
@@ -87,7 +88,7 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
         groups, placed = placements_of(everyone, params, domains_by_prefix(model), gathered_params(model))
         return Engine((model,), groups, settings, placed)
     if asked.gradients == "reduced":
-        return _engine_of_reduced(model, asked)
+        return _engine_of_reduced(model, asked, asked.process_group)
     if default_world() > 1:
         raise ValueError(
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. Pass "
@@ -158,12 +159,19 @@ def _engine_of_ddp(ddp: DistributedDataParallel, asked: Asked) -> Engine:
             "the DistributedDataParallel has mixed_precision set: it puts other tensors in the place of params while forward runs. "
             "Use torch.autocast, or params in bf16, which get fp32 masters here."
         )
-    return _engine_of_reduced(ddp.module, replace(asked, process_group=ddp.process_group))
+    if asked.process_group is not None:
+        asked_ranks, its = map(dist.get_process_group_ranks, (asked.process_group, ddp.process_group))
+        if asked_ranks != its:
+            raise ValueError(
+                f"process_group has the ranks {asked_ranks}, and the DistributedDataParallel {its}, over which it reduces gradients: "
+                "expected the same. Pass its own process_group, or leave it out."
+            )
+    return _engine_of_reduced(ddp.module, asked, ddp.process_group)
 
 
-def _engine_of_reduced(module: nn.Module, asked: Asked) -> Engine:
+def _engine_of_reduced(module: nn.Module, asked: Asked, process_group: ProcessGroup | None) -> Engine:
     """An engine for a plain module, on all ranks of a process group (the default one)."""
-    everyone = all_ranks(asked.process_group)
+    everyone = all_ranks(process_group)
     return Engine((module,), everyone, _agreed(everyone, module, asked, memory="buffers"))
 
 
@@ -171,6 +179,14 @@ def _agreed(groups: Groups, module: nn.Module, asked: Asked, memory: Memory) -> 
     """The settings that were asked for, once all ranks have found them right."""
 
     def checked() -> Settings:
+        if groups.world < default_world() and asked.process_group is None:
+            warn(
+                f"the model is on {groups.world} of {default_world()} ranks: gradients are clipped by the norm, and steps skipped by "
+                "the inf and NaN, of these ranks alone. If it is a pipeline stage, shard it with fully_shard() over a part of one mesh "
+                "of all ranks that has a dim 'pp', or wrap it in layerwise.DataParallel with such a mesh. If it is a model of its own, "
+                "say so: Optimizer(..., process_group=), with the ranks that it is on.",
+                aloud=groups.rank == 0,
+            )
         return Settings(
             options=Options(
                 layout="auto" if asked.layout is None else asked.layout,

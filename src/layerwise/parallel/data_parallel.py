@@ -17,6 +17,7 @@ from layerwise.comm.groups import (
     ProcessGroup,
     all_ranks,
     arranged,
+    check_coverage,
     check_mesh,
     check_process_group,
     derive_together,
@@ -132,7 +133,9 @@ class DataParallel(nn.Module):
         check_collectives: bool = False,
         check_replicas: bool = False,
     ) -> None:
-        check_process_group(process_group)  # before there is a group over which ranks could tell each other
+        # Before there is a group over which ranks could tell each other.
+        check_process_group(process_group)
+        check_coverage(mesh)
         everyone = all_ranks(process_group)
 
         def checked() -> tuple[tuple[nn.Module, ...], Settings]:

@@ -146,3 +146,55 @@ def test_zero_grad_of_a_module_in_a_compiled_function_forgets_gradients() -> Non
 
     torch.compile(discard, backend="eager")(torch.ones(2, 4))
     assert not model.engine.reducer.has_gradients
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon])
+def test_another_optimizer_over_wrapped_params_is_told_once_that_it_steps_nothing(kind: Any) -> None:
+    model, _ = trained()
+    other = kind([param for param in model.parameters() if param.ndim == 2], lr=0.1)
+    before = hash_tensors(model.module.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.zero_grad()
+    net_loss(model, 0, 0).backward()
+    with pytest.warns(UserWarning, match=rf"\.{kind.__name__} holds 'first\.weight', a param of a layerwise") as seen:
+        other.step()
+    assert seen[0].filename == __file__
+    assert "layerwise.Optimizer(model" in str(seen[0].message)
+    assert hash_tensors(model.module.parameters()) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.step()
+
+
+def test_another_optimizer_of_params_that_are_not_ours_is_left_alone() -> None:
+    torch.manual_seed(3)
+    module = Net()
+    module.last.requires_grad_(False)
+    model = layerwise.DataParallel(module)
+    optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.01))
+    module.last.requires_grad_(True)
+    theirs = torch.optim.SGD(module.last.parameters(), lr=0.1)
+    before = module.last.weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net_loss(model, 0, 0).backward()
+        theirs.step()
+        module.last.requires_grad_(False)
+        optimizer.step()
+    assert not torch.equal(module.last.weight, before)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_param_is_printed_as_the_parameter_that_it_is(stale: bool) -> None:
+    model, optimizer = trained(prefetch=0)
+    if stale:
+        net_loss(model, 0, 0).backward()
+        optimizer.step()
+    param = model.module.first.weight
+    kind = type(param).__name__
+    assert kind == ("StaleHookedParameter" if stale else "HookedParameter")
+    told = [str(param), repr(param), f"{param}"]
+    assert told == [repr(nn.Parameter(param.detach().clone()))] * 3
+    assert told[0].startswith("Parameter containing:\ntensor([[")
+    assert type(param).__name__ == "HookedParameter"

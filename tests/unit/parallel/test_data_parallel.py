@@ -249,3 +249,42 @@ def test_an_average_of_the_module_follows_training_and_has_memory_of_its_own() -
             assert not torch.equal(ours, theirs)
     for ours, theirs in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Viewing(nn.Module):
+    """A module with buffers that are views of its param, of none, and of a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.fixed = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("whole", self.weight.detach())
+        self.register_buffer("column", self.weight.detach()[:, 2], persistent=False)
+        self.register_buffer("copied", self.weight.detach().clone())
+        self.register_buffer("steady", self.fixed.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+VIEWS = r"buffers are views of params: 'whole' of 'weight', 'column' of 'weight'\. .* update them after step\(\)"
+
+
+def test_buffers_that_are_views_of_params_are_named() -> None:
+    with pytest.warns(UserWarning, match=VIEWS):
+        model = layerwise.DataParallel(Viewing())
+    layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+    with torch.no_grad():
+        model.module.weight.zero_()
+    assert model.module.whole.sum() == 16, "as the warning says"
+
+
+def test_buffers_of_a_model_that_stays_where_it_is_stay_views() -> None:
+    module = Viewing()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = layerwise.Optimizer(module, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert torch.equal(module.whole, module.weight)
+    assert torch.equal(module.column, module.weight[:, 2])

@@ -51,8 +51,9 @@ class Optimizer(torch.optim.Optimizer):
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
         rules, strict, example_inputs, routing: as in `DataParallel`, for a plain module; a wrapped one has its own.
-        process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes. Of a plain one
-            with reduced gradients, the ranks that they are reduced over; None means all of them.
+        process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes, with those of the
+            other stages of its pipeline. Of a plain one with reduced gradients, the ranks that they are reduced over; None
+            means all of them. For a model on some of the ranks it says that this is no stage of a larger one.
         gradients: "reduced" for a plain module on several ranks whose `.grad`s are the same on all of them by the time of
             `step()`, because it will be wrapped in a `DistributedDataParallel`, as trainers do, or reduced by hand. A
             `DistributedDataParallel` is known to be that.

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import layerwise
 from layerwise.comm.groups import (
     NO_GROUPS,
     Groups,
@@ -60,6 +61,23 @@ def test_a_mesh_of_other_dims_or_not_of_all_ranks_is_refused_in_words() -> None:
         "ValueError: mesh has the ranks [0], the process group 2 ranks: expected every rank once."
     )
     assert fine == "nothing was raised"
+
+
+def wrap_on_some(rank: int, world: int) -> str:
+    """The ranks of a mesh wrap a model; the others never come."""
+    mesh = DeviceMesh("cpu", torch.tensor([0, 1]), mesh_dim_names=("dp",))
+    found = raised(lambda: layerwise.DataParallel(torch.nn.Linear(2, 2), mesh=mesh)) if rank < 2 else "elsewhere"
+    dist.barrier()
+    return found
+
+
+def test_a_mesh_of_some_ranks_is_refused_before_others_are_waited_for() -> None:
+    first, second, other = run_ranks(3, wrap_on_some, pg_timeout_s=20)
+    assert first == second
+    assert first.startswith(
+        "ValueError: mesh has the ranks [0, 1], the process group 3 ranks: expected every rank once."
+    )
+    assert other == "elsewhere"
 
 
 def members(group: dist.ProcessGroup | None) -> list[int]:

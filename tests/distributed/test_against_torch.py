@@ -95,15 +95,15 @@ def largest_update(lr: float, module: nn.Module, adjust: str) -> list[float]:
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_equals_torch_muon_in_fp32(nesterov: bool, method: str, adjust: str) -> None:
-    # torch.optim.Muon casts to bf16 for Newton-Schulz, by bfloat16() and from torch 2.15 on by to(); with that one cast made a cast to fp32 the same code
-    # runs in fp32. What is left is the rounding of
-    # fp32 products in another order (and, for gram, of other products): some 1e-6 of the largest update each, over five steps of slope 3.4.
+    # torch.optim.Muon casts to bf16 for Newton-Schulz, by bfloat16() and from torch 2.15 on by to(dtype=); with that one cast made a cast to fp32 the same
+    # code runs in fp32. What is left is the rounding of fp32 products in another order (and, for gram, of other products): some 1e-6 of the largest update
+    # each, over five steps of slope 3.4.
     lr = 0.02
     pair = muon_beside_torch(ns_dtype="fp32", nesterov=nesterov, method=method, lr=lr, adjust=adjust)
     to = torch.Tensor.to
 
-    def to_fp32(tensor: Tensor, *args: Any, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
-        return to(tensor, *args, dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **more)
+    def to_fp32(tensor: Tensor, *args: Any, **how: Any) -> Tensor:
+        return to(tensor, *args, **{**how, "dtype": torch.float32} if how.get("dtype") == torch.bfloat16 else how)
 
     with (
         mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone()),

@@ -27,7 +27,7 @@ def options_of(contents: Contents) -> dict[str, Any]:
     one name."""
     optimizer, found = contents.optimizer, dict[str, Any]()
     for group in [] if optimizer is None else optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name != "fqns"}
+        options = {name: value for name, value in group.items() if name not in ("fqns", "param_names")}
         options["params"] = [contents.name_of(fqn) for fqn in group["fqns"]]
         options[_GIVEN] = contents.given_rates[group["name"]]
         found[f"{contents.groups.stage} {group['name']}"] = to_plain(options, "param_groups", {})

@@ -40,6 +40,7 @@ class GroupPlan:
             "name": self.name,
             "rule": self.rule.kind,
             "fqns": list(self.fqns),
+            "param_names": list(self.fqns),  # torch's own word for it, for state dicts whose keys are names
             **self.rule.options(),
         }
 
@@ -160,8 +161,25 @@ def in_words(group: Mapping[str, object]) -> dict[str, str]:
     return {
         name: repr(plain_option(value))
         for name, value in sorted(group.items())
-        if name not in ("params", "fqns", "name")
+        if name not in ("params", "fqns", "param_names", "name")
     }
+
+
+def all_in_words(groups: Iterable[Mapping[str, object]]) -> dict[str, object]:
+    """The options of all live param groups, each under what a message calls it."""
+    return {"groups": [{"label": f"param group {index}", **in_words(group)} for index, group in enumerate(groups)]}
+
+
+def ties_in_words(
+    groups: Iterable[Mapping[str, Any]],
+    copies: Mapping[str, Mapping[int, str]],
+    stage: int,
+    norm_group_of: Mapping[str, str],
+) -> dict[str, dict[str, str]]:
+    """How each tied weight of a pipeline stage is updated here, by tie; `copies` names its copy on every stage."""
+    here = {tie: of_stages[stage] for tie, of_stages in copies.items() if stage in of_stages}
+    group_of = {fqn: group for group in groups for fqn in group["fqns"]} if here else {}
+    return {tie: {**in_words(group_of[fqn]), "norm group": norm_group_of[fqn]} for tie, fqn in here.items()}
 
 
 def live_rule(index: int, group: Mapping[str, object]) -> Rule:

@@ -241,3 +241,26 @@ def test_clipping_twice_is_clipping_to_the_smaller_norm() -> None:
         stats = optimizer.stats
         assert list(stats.clip_coefficients.values()) == pytest.approx([0.01 / stats.grad_norm] * 2, rel=1e-3)
         optimizer.zero_grad()
+
+
+@WRAPS
+def test_param_groups_have_torchs_names_of_params_and_states_without_them_load(wrap: Wrap) -> None:
+    model = wrap(build())
+    optimizer = optimizer_of(model)
+    names = {id(param): name for name, param in build_names(model).items()}
+    for group in optimizer.param_groups:
+        assert group["param_names"] == [names[id(param)] for param in group["params"]]
+    train(model, optimizer, torch.ones(2, 8))
+    state: Any = optimizer.state_dict()
+    assert [group["param_names"] for group in state["param_groups"]] == [
+        group["param_names"] for group in optimizer.param_groups
+    ]
+    for group in state["param_groups"]:  # as it was before there were names
+        del group["param_names"]
+    optimizer.load_state_dict(state)
+    assert all("param_names" in group for group in optimizer.param_groups)
+
+
+def build_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Params by the names of the module inside."""
+    return dict((model.module if isinstance(model, layerwise.DataParallel) else model).named_parameters())

@@ -239,6 +239,14 @@ def _collect(answers: _Answers, processes: list[Any], outbox: Any, timeout_s: fl
             deadline = min(deadline, time.monotonic() + 3.0)
 
 
+def as_launched(rank: int, world: int, port: str = "0") -> None:
+    """Leave this process's environment as torchrun would, all ranks on one machine without a GPU: frameworks read it."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world), "NODE_RANK": "0"}
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "GROUP_RANK": "0"}
+    more = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "0"}
+    os.environ.update({**where, **own, **more})
+
+
 def raised(action: Callable[[], Any]) -> str:
     """What `action` raises, as `Type: text`; used by jobs to bring an error home as data."""
     try:

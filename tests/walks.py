@@ -371,7 +371,7 @@ class Walk:
 
     def _load_nothing(self, number: int) -> None:
         """One rank has lost its file."""
-        state = {} if self._is_alone(number) else self.optimizer.state_dict()
+        state = {} if self._is_alone(number) else self.optimizer.state_dict(part=True)
         self._refused("load nothing", lambda: self.optimizer.load_state_dict(state))
 
     def _edit_alone_and_step(self, number: int) -> None:
@@ -420,7 +420,7 @@ class Walk:
     def _save(self, number: int) -> None:
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         file = io.BytesIO()
-        torch.save(self.optimizer.state_dict(), file)
+        torch.save(self.optimizer.state_dict(part=True), file)
         file.seek(0)
         self._saved = weights, torch.load(file, weights_only=True)
         self._note("save", hash_tensors(weights[name] for name in sorted(weights)))

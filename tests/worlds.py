@@ -540,7 +540,7 @@ def hash_by_param(optimizer: layerwise.Optimizer) -> str:
         # Whatever shapes it has: elements count. And steps are counted beside them.
         names = [name for name in sorted(optimizer.state[param]) if name != "step"]
         tensors += [param, *(optimizer.state[param][name].flatten() for name in names)]
-    extra = {name: value for name, value in optimizer.state_dict()["layerwise"].items() if name != "plan"}
+    extra = {name: value for name, value in optimizer.state_dict(part=True)["layerwise"].items() if name != "plan"}
     return hashlib.sha256((hash_tensors(tensors) + json.dumps(extra, sort_keys=True)).encode()).hexdigest()
 
 
@@ -555,6 +555,6 @@ def hash_everything(optimizer: layerwise.Optimizer) -> str:
         names = [name for name in sorted(optimizer.state[param]) if name != "step"]
         tensors += [local_of(param), *(local_of(optimizer.state[param][name]).flatten() for name in names)]
     frozen = [local_of(param) for chunk in chunks for param in chunk.parameters() if not param.requires_grad]
-    extra = {name: value for name, value in optimizer.state_dict()["layerwise"].items() if name != "plan"}
+    extra = {name: value for name, value in optimizer.state_dict(part=True)["layerwise"].items() if name != "plan"}
     counters = json.dumps(extra, sort_keys=True, default=repr)
     return hashlib.sha256((hash_tensors([*tensors, *frozen]) + counters).encode()).hexdigest()

@@ -95,6 +95,12 @@ def users_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "nowhere known"
 
 
+def users_function() -> tuple[str, str]:
+    """The module and the function that called us, by name."""
+    frame, _ = _users_frame(sys._getframe(1))
+    return ("", "") if frame is None else (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+
+
 def warn(text: str, *, aloud: bool = True) -> None:
     """A warning that points at the user's own line, however deep in the library it is found.
 

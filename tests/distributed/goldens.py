@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -142,9 +141,7 @@ def _record(case: Steps, started: Started) -> Record:
 def held(optimizer: layerwise.Optimizer) -> Iterator[tuple[str, str, int | None, Tensor]]:
     """(param, quantity, first element, elements) of all the state that this rank holds, masters included where they are not the weights themselves. What
     belongs to a matrix and not to elements has no first one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a part of the state
-        saved: dict[str, Any] = optimizer.state_dict()
+    saved: dict[str, Any] = optimizer.state_dict(part=True)
     spans = saved["layerwise"]["spans"]
     for group in saved["param_groups"]:
         for fqn, key in zip(group["fqns"], group["params"], strict=True):

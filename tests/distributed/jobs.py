@@ -232,7 +232,7 @@ def resume(rank: int, world: int, setting: dict[str, Any]) -> tuple[str, str, st
     train(model, optimizer, range(2))
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    torch.save(optimizer.state_dict(part=True), file)
     saved = hash_everything(optimizer)
     train(model, optimizer, range(2, 4))
     file.seek(0)

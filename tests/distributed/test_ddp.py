@@ -479,7 +479,7 @@ def resumed(rank: int, world: int, layout: str) -> tuple[bool, bool, str]:
 
     ddp, optimizer = ddp_net(layout=layout)
     steps(ddp, optimizer, range(3))
-    weights, state = {name: value.clone() for name, value in ddp.state_dict().items()}, optimizer.state_dict()
+    weights, state = {name: value.clone() for name, value in ddp.state_dict().items()}, optimizer.state_dict(part=True)
     state = {**state, "state": {key: {n: v.clone() for n, v in own.items()} for key, own in state["state"].items()}}  # type: ignore[attr-defined]
     steps(ddp, optimizer, range(3, 6))
     other = DistributedDataParallel(net(seed=8))

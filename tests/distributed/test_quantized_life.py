@@ -60,7 +60,7 @@ def pulls_weights(run: Run, rank: int) -> None:
 def restores_state(run: Run, rank: int) -> None:
     """Back to a state of before, between backward and step: gathers run while gradients wait."""
     model, optimizer = run
-    state = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(optimizer.state_dict(part=True))
     take_step(run, rank, 50)
     loss_of(model, rank, 51).backward()
     optimizer.load_state_dict(state)
@@ -220,7 +220,7 @@ def loaded_in_between(rank: int, world: int, gather: str) -> list[str]:
     run = prepare(replace(Way(), gather=gather))
     model, optimizer = run
     take_step(run, rank, 0)
-    kept = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(optimizer.state_dict(part=True))
     expected = hash_tensors(truth(model).values())
     take_step(run, rank, 1)
     writes_weights(run, rank)
@@ -228,7 +228,7 @@ def loaded_in_between(rank: int, world: int, gather: str) -> list[str]:
     model.ensure()
     loaded = hash_tensors(truth(model).values())
     writes_back(run, rank)
-    optimizer.state_dict()
+    optimizer.state_dict(part=True)
     return [expected, loaded, hash_tensors(truth(model).values())]
 
 
@@ -248,7 +248,7 @@ def lends(rank: int, world: int) -> list[str]:
         found.append("a gather after a step does not lie in gradients")
     if any(replica.slots.tensors for replica in staged):
         found.append("slots were made though gradients are idle")
-    state = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(optimizer.state_dict(part=True))
     loss_of(model, rank, 1).backward()
     model.engine.reducer.finish()  # or sums are still on their way into gradients
     held = {replica.plan.index: None if replica.grad is None else replica.grad.clone() for replica in staged}

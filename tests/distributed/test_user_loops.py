@@ -224,27 +224,30 @@ def test_where_warnings_are_errors_that_of_a_skipped_step_is_one_on_every_rank()
 
 def save_on_one_rank(rank: int, world: int, layout: str) -> list[Any]:
     model, optimizer = build(layout)
+    fresh = raised(optimizer.state_dict)
     net_loss(model, rank, 0).backward()
     optimizer.step()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        state = optimizer.state_dict()
-        optimizer.state_dict()
-    holder = [state]
+    said = [fresh, raised(optimizer.state_dict)]
+    holder = [optimizer.state_dict(part=True)]
     dist.broadcast_object_list(holder, src=0)
-    return [[str(one.message) for one in seen], raised(lambda: optimizer.load_state_dict(holder[0]))]
+    return [said, raised(lambda: optimizer.load_state_dict(holder[0]))]
 
 
-def test_a_part_of_the_state_says_once_that_it_is_one_and_another_ranks_part_says_whose_it_is() -> None:
+def test_a_part_of_the_state_is_given_on_demand_alone_and_another_ranks_part_says_whose_it_is() -> None:
     (first, _), (second, refused) = run_ranks(2, save_on_one_rank, "flat")
-    assert len(first) == len(second) == 1
-    assert "the part of it that rank 0 of 2 owns, not the whole" in first[0]
+    for rank, said in enumerate((first, second)):
+        for text in said:  # before the first step too
+            assert "StateError: state_dict() was called on an optimizer whose state is in parts" in text
+            assert f"rank {rank} of 2 has its own alone" in text
+            assert "call consolidate_state_dict(to=0) on every rank before" in text
+            assert "layerwise.save(folder, model, optimizer)" in text
+            assert "state_dict(part=True)" in text
     assert "state dict is the part of rank 0, this is rank 1" in refused
 
 
 def test_state_that_every_rank_has_whole_is_no_part() -> None:
-    for warned, refused in run_ranks(2, save_on_one_rank, "replicated"):
-        assert (warned, refused) == ([], "nothing was raised")
+    for said, refused in run_ranks(2, save_on_one_rank, "replicated"):
+        assert (said, refused) == (["nothing was raised"] * 2, "nothing was raised")
 
 
 def wrap_twice(rank: int, world: int) -> list[str]:

@@ -112,6 +112,34 @@ def test_what_was_put_together_before_weights_were_written_is_not_taken_for_the_
     assert first[2] == "True"
 
 
+def asked_of_all(rank: int, world: int, to: int) -> tuple[list[int], list[str], bool]:
+    """Trainers ask every rank and write what one of them gave."""
+    module, optimizer = build("flat", "muon", FP32)
+    steps(module, optimizer, range(1))
+    optimizer.consolidate_state_dict(to=to)
+    given: Any = optimizer.state_dict()
+    own: Any = optimizer.state_dict(part=True)
+    steps(module, optimizer, range(1, 2))
+    said = [raised(lambda: optimizer.load_state_dict(given)), raised(optimizer.state_dict)]
+    optimizer.load_state_dict(own)
+    numel = sum(kept["momentum"].numel() for kept in given["state"].values() if "momentum" in kept)
+    own_numel = sum(kept["momentum"].numel() for kept in own["state"].values() if "momentum" in kept)
+    return [numel, own_numel], said, optimizer.engine.count.steps == 1
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_one_rank_gives_the_whole_until_the_next_step_and_others_nothing_that_could_be_taken_for_it(to: int) -> None:
+    found = run_ranks(2, asked_of_all, to)
+    whole, of_whole = found[to][0]
+    nothing, of_other = found[1 - to][0]
+    assert whole == of_whole + of_other
+    assert nothing == 0
+    for _, (loaded, after), went_back in found:
+        assert "StateError: state_dict() was called on an optimizer whose state is in parts" in after
+        assert f"put the whole together on rank {to}. Load the one of that rank" in loaded
+        assert went_back
+
+
 class Branches(nn.Module):
     """Ranks may take other branches, and then have reduced other buckets."""
 
@@ -137,7 +165,7 @@ def in_between(rank: int, world: int, layout: str, consolidates: bool) -> tuple[
         if step == 3:
             if consolidates:
                 optimizer.consolidate_state_dict()
-            state: Any = optimizer.state_dict()["state"]
+            state: Any = optimizer.state_dict(part=not consolidates)["state"]
             found = [state[number]["momentum"].clone() for number in sorted(state)]
         optimizer.step()
         optimizer.zero_grad()
@@ -158,12 +186,12 @@ def on_one_rank(rank: int, world: int) -> list[str]:
     """A file that one rank has read is loaded by all, and by none."""
     module, optimizer = build("flat", "muon", FP32)
     steps(module, optimizer, range(1))
-    state: Any = optimizer.state_dict() if rank == 0 else None
+    state: Any = optimizer.state_dict(part=True) if rank == 0 else None
     said = raised(lambda: optimizer.load_state_dict(state))
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, given: given if rank == 0 else given["nothing"])
-    said_of_hook = raised(lambda: optimizer.load_state_dict(optimizer.state_dict()))
+    said_of_hook = raised(lambda: optimizer.load_state_dict(optimizer.state_dict(part=True)))
     hook.remove()
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict(part=True))
     return [said, said_of_hook, str(optimizer.engine.count.steps)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import socket
 import sys
 from functools import cache
@@ -16,7 +15,7 @@ import pytest
 
 from benchmarks.tables import ROOT
 from tests.marks import sampled
-from tests.ranks import run_ranks
+from tests.ranks import as_launched, run_ranks
 
 FOLDER = ROOT / "examples" / "frameworks"
 WORLD, STEPS = 2, 8
@@ -44,11 +43,7 @@ def free_port() -> str:
 def run_script(rank: int, world: int, script: str, port: str, words: list[str]) -> list[float]:
     """What `main()` returns, in an environment as torchrun leaves it."""
     sys.path.insert(0, str(FOLDER))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world), "NODE_RANK": "0"}
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "GROUP_RANK": "0"}
-    os.environ.update(
-        {**where, **own, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "0"}
-    )
+    as_launched(rank, world, port)
     if "--fsdp" in words:
         let_cpus_shard()
     found: list[float] = importlib.import_module(script).main(words)

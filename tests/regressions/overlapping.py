@@ -351,7 +351,7 @@ def _gathers_beside_gradients(rank: int) -> list[str]:
             with late_gathers():
                 for one in (twin, run):
                     one.learn(step)
-                    one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+                    one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict(part=True)))
                     before = [_copy_of(replica.grad) for replica in one.replicas]
                     one.model.ensure()
                     after = [_copy_of(replica.grad) for replica in one.replicas]

@@ -380,7 +380,7 @@ def one_file_for_all_rules(rank: int, world: int) -> list[str]:
             kind = wrapped(layout)
             run, _ = trained(rank, world, kind, hyper, BF16)
             written = io.BytesIO()
-            torch.save([run.chunks[0].state_dict(), run.optimizer.state_dict()], written)
+            torch.save([run.chunks[0].state_dict(), run.optimizer.state_dict(part=True)], written)
             layerwise.save(folder / layout, run.model, run.optimizer)
             for way in ("torch", "ours"):
                 run = kind.build(rank, world, 1, BF16, hyper)
@@ -401,8 +401,8 @@ def one_file_for_all_rules(rank: int, world: int) -> list[str]:
 
 def state_of_matrices_alone(rank: int) -> Any:
     def of_matrices(real: Callable[..., Any]) -> Callable[..., Any]:
-        def state_dict(self: Optimizer) -> Any:
-            saved = real(self)
+        def state_dict(self: Optimizer, *, part: bool = False) -> Any:
+            saved = real(self, part=part)
             state = {key: kept for key, kept in saved["state"].items() if "exp_avg" not in kept}
             return {**saved, "state": state}
 

@@ -41,7 +41,7 @@ def state_of_every_rank(rank: int, world: int) -> list[str]:
     """
 
     def also(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
-        saved: Any = optimizer.state_dict()
+        saved: Any = optimizer.state_dict(part=True)
         spans = saved["layerwise"]["spans"]
         found = []
         for group in saved["param_groups"]:

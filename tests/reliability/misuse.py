@@ -959,7 +959,7 @@ def _() -> Scene:
 def _bad_state(name: str, change: Callable[[dict[str, Any]], Any], *says: str) -> None:
     def scene() -> Scene:
         model, _, optimizer = trained(dtype=torch.bfloat16)
-        saved = copy.deepcopy(optimizer.state_dict())
+        saved = copy.deepcopy(optimizer.state_dict(part=True))
         backward(model)
         optimizer.step()
         yield optimizer
@@ -1930,7 +1930,7 @@ def _swapped_states(rank: int, optimizer: Optimizer) -> list[dict[str, Any]]:
     states: list[Any] = [None, None]
     folder = tempfile.gettempdir()
     name = os.path.join(folder, f"layerwise-misuse-{os.getppid()}-{rank}.pt")
-    torch.save(optimizer.state_dict(), name)
+    torch.save(optimizer.state_dict(part=True), name)
     dist.barrier()
     for other in range(2):
         states[other] = torch.load(
@@ -1976,7 +1976,7 @@ def _state_of_another_layout(saved: str, loading: str) -> None:
             optimizer_of(layerwise.DataParallel(Small(width=24), layout=layout)) for layout in (saved, loading)
         ]
         yield optimizers[1]
-        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        optimizers[1].load_state_dict(optimizers[0].state_dict(part=True))
 
     name = f"a state dict of layout {saved} for layout {loading}"
     misuse(name, ValueError, "state dict belongs to another layout", "same plan", world=2, alike=False)(scene)
@@ -2002,7 +2002,7 @@ def _(rank: int, world: int) -> Scene:
         torch.manual_seed(1)
         optimizers.append(optimizer_of(layerwise.DataParallel(Moe({"up": "expert"}), mesh=mesh_of(**dims))))
     yield optimizers[0]
-    optimizers[0].load_state_dict(optimizers[rank].state_dict())
+    optimizers[0].load_state_dict(optimizers[rank].state_dict(part=True))
 
 
 @misuse(
@@ -2049,10 +2049,10 @@ def _(rank: int, world: int) -> Scene:
 )
 def _(rank: int, world: int) -> Scene:
     _, optimizer = on_stages(rank, world)
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict(part=True))
     optimizer.step()
     yield optimizer
-    optimizer.load_state_dict(saved if rank else copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(saved if rank else copy.deepcopy(optimizer.state_dict(part=True)))
 
 
 # ------------------------------------------------------------------------------------------------ the figure

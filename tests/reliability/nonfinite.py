@@ -93,7 +93,7 @@ class Run:
 
     @property
     def _scaled(self) -> bool:
-        return self.optimizer.state_dict()["layerwise"]["loss_scale"] is not None
+        return self.optimizer.state_dict(part=True)["layerwise"]["loss_scale"] is not None
 
     def hash(self) -> str:
         """Everything but the loss scaler's counters, which remember an overflow on purpose."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,10 +44,7 @@ class Training:
         """Of weights, masters, state, counters, rates and random numbers."""
         rates = repr([(group["name"], group["lr"]) for group in self.optimizer.param_groups])
         drawn = hash_tensors([torch.get_rng_state()])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that state_dict() has this rank's part alone
-            everything = hash_everything(self.optimizer)
-        return hashlib.sha256((everything + rates + drawn).encode()).hexdigest()
+        return hashlib.sha256((hash_everything(self.optimizer) + rates + drawn).encode()).hexdigest()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from layerwise.config.rules import Rule
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.norm_groups import assign_norm_groups
-from layerwise.engine.param_groups import PLANNED, Arranged, in_words, live_rule, plan_groups, uncut
+from layerwise.engine.param_groups import PLANNED, Arranged, all_in_words, live_rule, plan_groups, ties_in_words, uncut
 from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.step import Stepper
@@ -33,7 +33,7 @@ from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
 from layerwise.optim.defaults import Defaults
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
-from layerwise.optim.state import STEP, ExtraState, Own, after_hooks, export_state, extra_state_of, fit_state, say_part
+from layerwise.optim.state import STEP, ExtraState, Own, after_hooks, export_state, extra_state_of, fit_state, is_whole
 from layerwise.optim.whole import Whole, check_consolidation, part_of, put_together, with_steps
 from layerwise.routing.rules import RouteRule
 
@@ -115,8 +115,6 @@ class Optimizer(torch.optim.Optimizer):
         """Plan, memory and communication of the model."""
         plan = self.engine.plan
         self._is_sealed = False
-        self.has_said_part = False
-        """Whether the user knows that `state_dict()` is a part of the whole: said once."""
         self._whole: Whole | None = None
 
         def plan_arguments() -> StepPlan:
@@ -270,29 +268,26 @@ class Optimizer(torch.optim.Optimizer):
         raise TypeError("an Optimizer cannot be pickled: its state lives in the model's buffers. Use state_dict().")
 
     @never_traced
-    def state_dict(self) -> dict[str, object]:
-        """This rank's shards of the optimizer state, in torch's format, with the spans they cover. Masters are those of the
-        weights as they are: what the user wrote into them counts."""
+    def state_dict(self, *, part: bool = False) -> dict[str, object]:
+        """The optimizer state in torch's format, with the spans it covers; no rank waits for another. Masters are those of the
+        weights as they are: what the user wrote into them counts. Of state that is shared out over ranks (all but layout
+        "replicated" and DTensors) this is a StateError, until `consolidate_state_dict(to=)`: then that rank gives the whole, others
+        an empty state that no rank loads. With `part`, this rank's own shards, which the same rank of the same plan loads."""
         self.engine.check_bound()
+        whole = not part and is_whole(self.engine, self._kept_at_home, self._whole is not None)
         self.stepper.settle()
         self.stepper.pull_changed()
-        whole = None if self._whole is None else self._whole.entries(self.engine.storage)
-        if not self.has_said_part and whole is None:
-            self.has_said_part = say_part(self.engine, self._kept_at_home)
         self._own.check(self.state)
-        extra = self._extra_state()
-        packed = super().state_dict()
-        if whole is None:
-            return export_state(packed, extra)
-        fqns = [fqn for group in self.param_groups for fqn in group["fqns"]]
-        packed["state"] = {number: whole[fqn] for number, fqn in enumerate(fqns)}
-        return export_state(packed, extra, whole=True)
+        extra, packed = self._extra_state(), super().state_dict()
+        if whole and self._whole is not None:
+            self._whole.put_into(packed, extra, self.engine)
+        return export_state(packed, extra)
 
     @never_traced
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Put the state of all ranks together on one: until the next step its `state_dict()` is the whole, in host memory,
-        and can be loaded on every rank of any number of them, in any layout. Call it on every rank. `ZeroRedundancyOptimizer`
-        of torch has the same, and trainers that know that one (Lightning) call it by themselves."""
+        and can be loaded on every rank of any number of them, in any layout. Collective: call it on every rank.
+        `ZeroRedundancyOptimizer` of torch has the same, and trainers that know that one (Lightning) call it by themselves."""
         engine = self.engine
         engine.check_bound()
         check_consolidation(engine, to)
@@ -300,13 +295,13 @@ class Optimizer(torch.optim.Optimizer):
         engine.settle_gradients()
         keep = to == engine.groups.rank
         whole = put_together(self._state_by_fqn, engine.storage, self._at_home, engine.everyone, keep=keep)
-        self._whole = Whole(with_steps(whole, self._state_by_fqn) if keep else None, engine.storage.changes)
+        self._whole = Whole(with_steps(whole, self._state_by_fqn) if keep else {}, to, engine.storage.changes)
 
     @never_traced
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Take over a `state_dict()` of the same rank of the same plan. Checked whole before anything is written. Call
-        it on every rank."""
+        """Take over a whole `state_dict()`, or the part of the same rank of the same plan. Checked whole before anything is
+        written. Collective: call it on every rank."""
         self.engine.make_ready()
         fitting = derive_together(
             self.engine.groups,
@@ -389,14 +384,8 @@ class Optimizer(torch.optim.Optimizer):
             options = [live_rule(index, group).options() for index, group in enumerate(self.param_groups)]
         except Exception as error:
             problem = error
-        return Live(options, self._settings, self._tie_settings(), problem)
-
-    def _settings(self) -> dict[str, object]:
-        groups = enumerate(self.param_groups)
-        return {"groups": [{"label": f"param group {index}", **in_words(group)} for index, group in groups]}
+        return Live(options, lambda: all_in_words(self.param_groups), self._tie_settings(), problem)
 
     def _tie_settings(self) -> dict[str, dict[str, str]]:
-        mine, norm_group_of = self.engine.groups.stage, self._planned.norm_group_of
-        here = {tie: copies[mine] for tie, copies in self.engine.roster.copies.items() if mine in copies}
-        group_of = {fqn: group for group in self.param_groups for fqn in group["fqns"]} if here else {}
-        return {tie: {**in_words(group_of[fqn]), "norm group": norm_group_of[fqn]} for tie, fqn in here.items()}
+        mine, norm_groups = self.engine.groups.stage, self._planned.norm_group_of
+        return ties_in_words(self.param_groups, self.engine.roster.copies, mine, norm_groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,24 +14,33 @@ from layerwise.config.rules import plain_option
 from layerwise.engine.engine import Engine
 from layerwise.engine.loss_scale import LossScaler
 from layerwise.engine.param_groups import live_rule
-from layerwise.errors import StateError, listed, warn
+from layerwise.errors import StateError, listed, users_function
 from layerwise.memory.storage import Storage
 
 KEY = "layerwise"
 """Where a state dict has what is ours."""
-WHOLE = "whole"
-"""What marks one that is no rank's part."""
 STEP = "step"
 """What the state of a param that lies in memory of its own has beside tensors of its shape: successful steps so far, as
 torch's optimizers have it. It goes through checkpoints that know of state and param groups only."""
+_WRAPS = ("accelerate.optimizer", "__init__")
+"""The function of accelerate that takes state out of an optimizer which it wraps, and loads it again at once."""
 
 
-class ExtraState(TypedDict):
+class _SometimesThere(TypedDict, total=False):
+    """Entries beside torch's that not every state dict holds."""
+
+    begun: dict[str, int]
+    """Of params whose state began anew since, after which step."""
+    whole: bool
+    """Of a state dict of all ranks: True."""
+    elsewhere: int
+    """Of an empty one: the rank on which the whole was put together."""
+
+
+class ExtraState(_SometimesThere):
     """What a state dict holds beside torch's entries."""
 
     step: int
-    begun: NotRequired[dict[str, int]]
-    """Of params whose state began anew since, after which step."""
     plan: str
     spans: dict[str, list[int]]
     place: list[int]
@@ -64,35 +73,42 @@ def extra_state_of(engine: Engine, scaler: LossScaler | None) -> ExtraState:
     }
 
 
-def say_part(engine: Engine, kept_at_home: Sequence[str]) -> bool:
-    """Warn that a rank's state is not the whole, where that is so; `kept_at_home` names what homes keep of matrices."""
+def is_whole(engine: Engine, kept_at_home: Sequence[str], is_together: bool) -> bool:
+    """Whether a state dict is to be the whole; a trainer that only wraps the optimizer gets the part. Raises where this rank has a
+    part alone and all parts are not put together; `kept_at_home` names what homes keep of matrices. Asks no other rank."""
+    if users_function() == _WRAPS:
+        return False
+    if is_together:
+        return True
     groups = engine.groups
+    where = f"rank {groups.rank} of {groups.world}"
+    own = "state_dict(part=True) is the part of this rank, for a file of its own that the same rank loads."
     if engine.plan.is_split:
-        warn(
-            f"state_dict() of the optimizer has the part of it that rank {groups.rank} of {groups.world} owns, not the whole: "
-            "save it on every rank, in a file of its own, and load that on the same rank. Or call consolidate_state_dict() on "
-            "every rank before, and save it on rank 0 alone.",
+        raise StateError(
+            f"state_dict() was called on an optimizer whose state is in parts: {where} has its own alone, and a checkpoint of that would "
+            "lose the others. For a file that one rank writes, call consolidate_state_dict(to=0) on every rank before, and state_dict() on "
+            "rank 0 (not torch's get_state_dict(), which leaves out the step); prepare() and TrainerMixin of layerwise.integrations do it "
+            "in accelerate and in Hugging Face's Trainer. "
+            f"layerwise.save(folder, model, optimizer) writes all parts. {own}"
         )
-        return True
     if kept_at_home and engine.plan.own and groups.world > 1:
-        warn(
-            f"state_dict() of the optimizer has {listed(kept_at_home)} of the matrices that rank {groups.rank} of {groups.world} is home to: "
-            "they are no DTensors, and torch.distributed.checkpoint would keep those of one rank. Save it on every rank, in a "
-            "file of its own; Muon keeps nothing of that kind, so all of its state goes through such checkpoints.",
+        raise StateError(
+            f"state_dict() was called on an optimizer that keeps {listed(kept_at_home)} of whole matrices on the ranks that are home to "
+            f"them: {where} has its own alone, they are no DTensors, and torch.distributed.checkpoint would keep those of one rank. Call "
+            f"layerwise.save(folder, model, optimizer); of Muon all state goes through torch's checkpoints. {own}"
         )
-        return True
-    return False
+    return True
 
 
-def export_state(state_dict: dict[str, object], extra: ExtraState, *, whole: bool = False) -> dict[str, object]:
+def export_state(state_dict: dict[str, object], extra: ExtraState) -> dict[str, object]:
     """torch's state dict with what is ours beside it, and options as plain values: `torch.load` takes no others unless it is
-    told to. A `whole` one is that of all ranks."""
+    told to."""
     groups: Any = state_dict["param_groups"]
     entries: Any = state_dict["state"]
     # Steps of its own: torch's distributed checkpoints read into what they are given.
     state = {key: {**entry, STEP: entry[STEP].clone()} if STEP in entry else entry for key, entry in entries.items()}
     plain = [{name: plain_option(value) for name, value in group.items()} for group in groups]
-    return {**state_dict, "state": state, "param_groups": plain, KEY: {**extra, WHOLE: True} if whole else extra}
+    return {**state_dict, "state": state, "param_groups": plain, KEY: extra}
 
 
 class Own:
@@ -226,6 +242,11 @@ class _Saved(NamedTuple):
             if min(begun.values(), default=0) < 0:
                 raise ValueError(f"state dict has params at step {max(steps.values())}, and is of step {most} itself.")
             extra = {**extra, "step": most, "begun": begun}
+        if "elsewhere" in extra:
+            raise ValueError(
+                f"state dict has no state: it is that of rank {extra['rank']}, and consolidate_state_dict() put the whole together on rank "
+                f"{extra['elsewhere']}. Load the one of that rank, on every rank."
+            )
         lacking = sorted(ExtraState.__required_keys__ - set(extra))
         if lacking:
             raise ValueError(f"state dict entry {KEY!r} lacks {', '.join(map(repr, lacking))}.")

@@ -17,7 +17,7 @@ from layerwise.errors import StateError
 from layerwise.layout.shards import speaks_for
 from layerwise.layout.spans import Span
 from layerwise.memory.storage import Storage
-from layerwise.optim.state import KEY, STEP, WHOLE, ExtraState
+from layerwise.optim.state import KEY, STEP, ExtraState
 
 State = Mapping[str, Mapping[str, Tensor]]
 """By param and name."""
@@ -31,18 +31,31 @@ class _Part(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What was put together, on the rank that keeps it, and how often weights had changed by then."""
+    """State that was put together: of every param by name on the rank that keeps it, of none on others; which rank that is, and
+    how often weights had changed by then."""
 
-    state: State | None
+    state: State
+    to: int
     changes: int
 
-    def entries(self, storage: Storage) -> State | None:
-        """The state of every param by name, if this rank keeps it. Raises, on every rank, if it is of before."""
+    def entries(self, storage: Storage) -> State:
+        """The state of every param that this rank keeps. Raises, on every rank, if it is of before."""
         if self.changes != storage.changes:
             raise StateError(
                 "weights were written since consolidate_state_dict(): what it put together is of before. Call it again, on every rank."
             )
         return self.state
+
+    def put_into(self, state_dict: dict[str, Any], extra: ExtraState, engine: Engine) -> None:
+        """Have a state dict of this rank's part hold the whole on the rank that keeps it, and nothing on another one with a part."""
+        state = self.entries(engine.storage)
+        if self.to == engine.groups.rank:
+            fqns = [fqn for group in state_dict["param_groups"] for fqn in group["fqns"]]
+            state_dict["state"] = {number: state[fqn] for number, fqn in enumerate(fqns)}
+            extra["whole"] = True
+        elif engine.plan.is_split:
+            state_dict["state"] = {}
+            extra["elsewhere"] = self.to
 
 
 def with_steps(state: State, own: State) -> State:
@@ -65,7 +78,7 @@ def check_consolidation(engine: Engine, to: int) -> None:
     if len(engine.groups.stages) > 1 or min(engine.plan.world_by_domain.values(), default=1) < engine.plan.world:
         raise StateError(
             "consolidate_state_dict() was called on a model whose ranks hold different params (pipeline stages, or experts of "
-            "their own): no rank has room for all of them under one name. Save state_dict() on every rank, in a file of its own."
+            "their own): no rank has room for all of them under one name. Save state_dict(part=True) on every rank, in a file of its own."
         )
 
 
@@ -118,9 +131,9 @@ def part_of(
     at_home: Mapping[tuple[str, str], AtHome],
     extra: ExtraState,
 ) -> Mapping[str, Any]:
-    """This rank's part of a whole state dict, as its own `state_dict()` would have been; any other state dict as it is."""
+    """This rank's part of a whole state dict, as its own `state_dict(part=True)` would have been; any other state dict as it is."""
     theirs = state_dict.get(KEY, {})
-    if not theirs.get(WHOLE):
+    if not theirs.get("whole"):
         return state_dict
     parts = _parts(storage)
     state: dict[object, dict[str, Tensor]] = {}

@@ -48,9 +48,11 @@ _CLAIMS: MutableMapping[object, _Claim] = WeakIdKeyDictionary()
 _TAKEN: MutableMapping[object, weakref.ref[object]] = WeakIdKeyDictionary()
 """Whose every param is that lies in somebody's buffers, hooked or not."""
 _WARNED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
-"""Whose gradients were asked for in vain: said once."""
+"""Models whose gradients torch's clipping asked for in vain: said once for each."""
+_READ: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
+"""Models whose gradients other code asked for in vain: said once for each."""
 _STEPPED: weakref.WeakSet[GradKeeper] = weakref.WeakSet()
-"""Whose params another optimizer was to step: said once."""
+"""Models whose params another optimizer was to step: said once for each."""
 
 _GRAD: Any = getattr(Tensor, "grad")  # noqa: B009  (torch declares the class's own descriptor as a value)
 _ZERO_GRAD = nn.Module.zero_grad.__code__
@@ -58,6 +60,8 @@ _CLIP_FILE = clip_grad.__file__
 _SCALES = ("torch.distributed.pipelining.stage", "scale_grads")
 """The module and the function by which a pipeline's schedule divides gradients; by name, since importing it takes long."""
 _BETWEEN = (__name__, "torch._dynamo")
+_QUIET = ("torch", "layerwise")
+"""Packages that know what they find: torch's own functions that would do nothing have answers of their own."""
 
 
 def _kept(param: object) -> tuple[str, GradKeeper | None]:
@@ -144,6 +148,13 @@ def _answer(fqn: str, keeper: GradKeeper) -> None:
             "a pipeline schedule with scale_grads=True, which is torch's default, divides param.grad by the number of "
             f"microbatches, and that of {fqn!r} lies in a bucket of layerwise.DataParallel: gradients would stay as many times too "
             "large. Pass scale_grads=False to the schedule, and divide the loss by the number of microbatches."
+        )
+    elif keeper not in _READ and asking.f_globals.get("__name__", "").partition(".")[0] not in _QUIET:
+        _READ.add(keeper)
+        warn(
+            f"the .grad of param {fqn!r} was read between backward and step(), and is None: under layerwise.DataParallel gradients are "
+            "in buckets, so sharpness-aware steps, gradient surgery and loggers find none. The norm is in optimizer.stats.grad_norm; "
+            "gradients that can be read and written are those of a DistributedDataParallel with layerwise.Optimizer(ddp, ...).",
         )
 
 

@@ -46,12 +46,60 @@ def test_nobody_is_warned_where_there_is_nothing_to_clip() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         clip_grad_norm_(model.parameters(), 1.0)
-        net_loss(model, 0, 0).backward()
         assert all(param.grad is None for param in model.parameters())
+        net_loss(model, 0, 0).backward()
         other = nn.Linear(2, 2)
         other(torch.ones(1, 2)).sum().backward()
         clip_grad_norm_(other.parameters(), 1.0)
         get_total_norm([param.grad for param in other.parameters()])
+
+
+def sharpened(model: nn.Module) -> None:
+    """The first half of a sharpness-aware step, as it is written everywhere."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is None:
+                continue
+            param.add_(param.grad, alpha=0.05)
+
+
+def test_other_readers_of_grad_are_told_once_by_name_where_it_is() -> None:
+    model, optimizer = trained()
+    net_loss(model, 0, 0).backward()
+    with pytest.warns(
+        UserWarning, match=r"the \.grad of param 'first.weight' was read between backward and step"
+    ) as seen:
+        sharpened(model)
+    assert seen[0].filename == __file__
+    assert "optimizer.stats.grad_norm" in str(seen[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharpened(model)
+        optimizer.step()
+        net_loss(model, 0, 1).backward()
+        sharpened(model)
+
+
+def test_ordinary_loops_are_told_nothing() -> None:
+    """Also with a scheduler, another optimizer of torch beside ours, and copies of the module."""
+    model, optimizer = trained(overlap_param_gather=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    averaged = torch.optim.swa_utils.AveragedModel(model.module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            assert all(param.grad is None for param in model.parameters())  # nothing was delivered
+            with model.no_sync():
+                net_loss(model, 0, step).backward()
+            net_loss(model, 0, step, 1).backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            scheduler.step()
+            averaged.update_parameters(model.module)
+            copy.deepcopy(model.module)
+            [optimizer, model, model.module][step].zero_grad()
+        net_loss(model, 0, 0).backward()
+        model.module.zero_grad()
 
 
 def test_a_schedule_that_would_divide_gradients_is_told_what_to_pass() -> None:

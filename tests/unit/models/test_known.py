@@ -35,6 +35,18 @@ def routes(module: nn.Module) -> dict[str, Route]:
     return route_params(param_table(module))
 
 
+def test_torchtitans_fused_linear_is_groups_of_queries_each_with_its_key_and_value() -> None:
+    fused = class_named("FusedQKVLinear", wqkv=nn.Linear(6, 2 * (3 + 2) * 4, bias=False))
+    fused.heads_per_kv, fused.r_dim, fused.head_dim = 3, 5, 4  # type: ignore[assignment]
+    split = known_splits(fused)["wqkv.weight"]
+    assert split == interleaved_rows((40, 6), 2, (12, 4, 4))
+    route = routes(nn.ModuleDict({"qkv": fused}))["qkv.wqkv.weight"]
+    assert route.family == "matrix"
+    assert [(matrix.rows, matrix.cols) for matrix in route.matrices] == [(24, 6), (8, 6), (8, 6)]
+    with pytest.raises(ValueError, match="FusedQKVLinear is the name of a class whose fused weights are known, but"):
+        known_splits(class_named("FusedQKVLinear", wqkv=nn.Linear(6, 40)))
+
+
 def test_torch_attention_is_query_key_and_value_one_after_the_other() -> None:
     attention = nn.MultiheadAttention(6, 2, bias=False)
     split = known_splits(attention)["in_proj_weight"]

@@ -92,6 +92,13 @@ def falcon(module: nn.Module) -> Mapping[str, Split]:
     return {name: interleaved_rows(shape, heads, (head,) * 3)}
 
 
+def query_groups(module: nn.Module) -> Mapping[str, Split]:
+    """torchtitan: a group of queries with their key and value, then the next group."""
+    shape, head = pair_of(module, "wqkv.weight"), size_of(module, "head_dim")
+    queries = size_of(module, "heads_per_kv")
+    return {"wqkv.weight": interleaved_rows(shape, shape[0] // ((queries + 2) * head), (queries * head, head, head))}
+
+
 def bigcode(module: nn.Module) -> Mapping[str, Split]:
     """Multi-query keeps one key and one value after all queries; multi-head goes head by head."""
     name = "c_attn.weight"

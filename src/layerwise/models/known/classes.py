@@ -62,6 +62,7 @@ _KNOWN: dict[str, Describe] = {
     "DecisionTransformerGPT2Attention": attention.conv1d_attention,
     "ImageGPTAttention": attention.conv1d_attention,
     "GPTBigCodeAttention": attention.bigcode,
+    "FusedQKVLinear": attention.query_groups,
     "GPTNeoXAttention": _INTERLEAVED,
     "GPTNeoXJapaneseAttention": _INTERLEAVED,
     "BloomAttention": _INTERLEAVED,

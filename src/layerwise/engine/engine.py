@@ -44,7 +44,7 @@ from layerwise.layout.shards import Ranks
 from layerwise.memory.copies import Copies
 from layerwise.memory.hooked import claim, hook, is_claimed, unhook
 from layerwise.memory.storage import Storage, one_device, views_of
-from layerwise.models.table import domains_by_prefix, named_buffers, named_params, param_table
+from layerwise.models.table import are_apart, domains_by_prefix, named_buffers, named_params, param_table
 from layerwise.models.tree import ModuleTree
 from layerwise.routing.geometry import Box
 from layerwise.routing.rules import suspicion
@@ -382,7 +382,7 @@ class Engine:
                     f"param {fqn!r} was frozen after construction: expected requires_grad=True, as it was when its buffers "
                     "were laid out. Freeze params before wrapping the model, or give the param lr 0 with a route rule."
                 )
-            if mine is not param and param.requires_grad:
+            if mine is not param and param.requires_grad and fqn not in are_apart(*self.chunks) & self._frozen.keys():
                 was = "unfrozen" if fqn in self._frozen else "replaced" if mine is not None else "added"
                 raise StateError(
                     f"param {fqn!r} was {was} after construction: it has no place in the buffers and would never be updated. "

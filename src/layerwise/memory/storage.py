@@ -22,7 +22,7 @@ from layerwise.memory.replicas import GradRing, Replica
 from layerwise.memory.shards import Shard
 from layerwise.memory.slots import Slots
 from layerwise.memory.staged import KeptCodes, KeptPlain, StagedReplica, StagingRing
-from layerwise.models.table import torch_dtype
+from layerwise.models.table import advice_apart, torch_dtype
 
 _CPU = torch.device("cpu")
 
@@ -92,7 +92,9 @@ def _is_dense(tensor: Tensor) -> bool:
 def refuse_sparse(fqn: str, grad: Tensor) -> None:
     """Raise for a sparse gradient, by name."""
     if grad.is_sparse:
-        raise TypeError(f"param {fqn!r} has a sparse gradient: buckets are dense. Use sparse=False on its module.")
+        raise TypeError(
+            f"param {fqn!r} has a sparse gradient: buckets are dense. Use sparse=False on its module. {advice_apart(fqn)}"
+        )
 
 
 def _of_its_own(part: Tensor) -> Tensor:

@@ -48,8 +48,29 @@ def plain_dtype(dtype: torch.dtype, owner: str) -> DType:
         raise TypeError(f"{owner} is {dtype!r}: expected one of torch.float32, torch.bfloat16, torch.float16.")
     found = _DTYPE_BY_TORCH.get(dtype)
     if found is None:
-        raise TypeError(f"{owner} has dtype {dtype}: expected one of fp32, bf16, fp16. Convert or freeze it first.")
+        raise TypeError(f"{owner} has dtype {dtype}: expected one of fp32, bf16, fp16. Convert it first.")
     return found
+
+
+def advice_apart(fqn: str) -> str:
+    """How a param that this library cannot update is trained all the same."""
+    return (
+        f"To train it apart, call requires_grad_(False) on {fqn!r} before layerwise.DataParallel and layerwise.Optimizer are built and "
+        "requires_grad_(True) after, and give it to an optimizer of torch. A DistributedDataParallel that was built before averages its "
+        "gradient; layerwise.DataParallel leaves that to you (torch.distributed.all_reduce)."
+    )
+
+
+def are_apart(*chunks: nn.Module) -> frozenset[str]:
+    """The params that this library cannot update, by their dtype or because their gradients are sparse: frozen while it lays out
+    the others, and trained by another optimizer after."""
+    return frozenset(
+        f"{prefix}{joined(name, local)}"
+        for prefix, chunk in zip(_prefixes(chunks), chunks, strict=True)
+        for name, module in names.named_modules(chunk, remove_duplicate=False)
+        for local, param in module.named_parameters(recurse=False)
+        if _DTYPE_BY_TORCH.get(param.dtype) not in _PARAM_DTYPES or getattr(module, "sparse", False) is True
+    )
 
 
 def _prefixes(chunks: Sequence[nn.Module]) -> list[str]:
@@ -240,9 +261,10 @@ def _param_dtype(fqn: str, param: nn.Parameter) -> DType:
         raise TypeError(f"param {fqn!r} is sparse ({param.layout}): expected a dense one. Convert it with .to_dense().")
     if not param.requires_grad:
         return _DTYPE_BY_TORCH.get(param.dtype, DType.FP32)
-    dtype = plain_dtype(param.dtype, f"param {fqn!r}")
+    dtype = _DTYPE_BY_TORCH.get(param.dtype)
     if dtype not in _PARAM_DTYPES:
+        convert = "" if param.is_complex() else " Convert it with .float()."
         raise TypeError(
-            f"param {fqn!r} has dtype {param.dtype}: expected one of fp32, bf16, fp16. Convert it with .float()."
+            f"param {fqn!r} has dtype {param.dtype}: expected one of fp32, bf16, fp16.{convert} {advice_apart(fqn)}"
         )
     return dtype

@@ -43,6 +43,19 @@ def is_sharded(tensor: object) -> bool:
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
+def refuse_first_fsdp(model: nn.Module) -> None:
+    """Raise for a model that is, or has in it, FSDP in its first version, which keeps params in flat ones of its own."""
+    first = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # who has not imported it has none
+    found = first and next(
+        (module for module in model.modules() if isinstance(module, first.FullyShardedDataParallel)), None
+    )
+    if found is not None:
+        raise TypeError(
+            "model is sharded by torch's FullyShardedDataParallel (FSDP1), whose flat params hold no matrices: expected FSDP2. Call "
+            "torch.distributed.fsdp.fully_shard(module) in its place, and pass that to layerwise.Optimizer."
+        )
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor: a DTensor's own memory; of anything else, itself."""
     own: Any = tensor

@@ -27,7 +27,7 @@ from layerwise.comm.groups import (
     default_world,
     derive_together,
 )
-from layerwise.comm.sharded import gathered_params, groups_of, is_sharded, placements_of, reshard
+from layerwise.comm.sharded import gathered_params, groups_of, is_sharded, placements_of, refuse_first_fsdp, reshard
 from layerwise.config.rules import tp_mode_of
 from layerwise.engine.engine import Engine
 from layerwise.engine.settings import Settings
@@ -44,6 +44,9 @@ from layerwise.routing.rules import RouteRule
 
 Reduced = Literal["reduced"]
 """What a user says of gradients that are the same on every rank by the time of `step()`."""
+
+_HELD_AS = ("_forward_module", "module")
+"""The names under which wrappers of frameworks hold what they wrap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
             f"model must be a DataParallel or an nn.Module, got {type(model).__name__}. Pass the model, not its parameters()."
         )
     _refuse_codes(model)
+    refuse_first_fsdp(model)
     ddp = _reduced_by(model)
     if ddp is not None:
         return _engine_of_ddp(ddp, asked)
@@ -93,7 +97,9 @@ def engine_of(model: nn.Module, asked: Asked) -> Engine:
         raise ValueError(
             f"model is a plain {type(model).__name__} on {default_world()} ranks: nobody would average its gradients. Pass "
             "layerwise.DataParallel(module), which does, or the torch DistributedDataParallel that the module is in; or, if it "
-            "will be in one or somebody else reduces gradients before step(), Optimizer(module, gradients='reduced')."
+            "will be in one or somebody else reduces gradients before step(), Optimizer(module, gradients='reduced'). A model that this "
+            "rank trains for itself is Optimizer(module, gradients='reduced', process_group=group) with the group of this rank alone, "
+            "torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)."
         )
     groups = alone()
     return Engine((model,), groups, _agreed(groups, model, asked, memory="params"))
@@ -147,9 +153,16 @@ def refuse_unfit(engine: Engine, asked: Asked) -> None:
 
 
 def _reduced_by(model: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that a model is, compiled or not."""
-    inner = unwrapped(model)
-    return inner if isinstance(inner, DistributedDataParallel) else None
+    """The DistributedDataParallel that a model is, compiled or not, or that the wrapper of a framework (Lightning Fabric) holds. One
+    that holds other trainable params as well is a model that has a DistributedDataParallel for a part of itself."""
+    inner: nn.Module | None = unwrapped(model)
+    while inner is not None and not isinstance(inner, DistributedDataParallel):
+        held = next((child for name in _HELD_AS if (child := inner._modules.get(name)) is not None), None)
+        inner = None if held is None else unwrapped(held)
+    if inner is None:
+        return None
+    reduced = set(inner.parameters())
+    return inner if all(param in reduced for param in model.parameters() if param.requires_grad) else None
 
 
 def _engine_of_ddp(ddp: DistributedDataParallel, asked: Asked) -> Engine:

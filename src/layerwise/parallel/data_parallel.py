@@ -25,6 +25,7 @@ from layerwise.comm.groups import (
     num_stages,
 )
 from layerwise.comm.scopes import scope
+from layerwise.comm.sharded import refuse_first_fsdp
 from layerwise.config.habits import OF_DATA_PARALLEL, understands
 from layerwise.engine.engine import Engine
 from layerwise.engine.reducer import GradReducer
@@ -399,5 +400,6 @@ def _chunks_of(module: object) -> tuple[nn.Module, ...]:
             what = type(chunk).__name__
             got = f"got {what}" if chunk is module else f"{where} is a {what}"
             raise TypeError(f"module must be an nn.Module or a list of them, {got}.")
+        refuse_first_fsdp(chunk)
         found.append(chunk)
     return tuple(found)

@@ -1,7 +1,9 @@
 """accelerate: `prepare()` of ours in place of its own for the model and the optimizer.
 
-accelerate launch --cpu --num_processes 2 examples/frameworks/accelerated.py
-accelerate launch --num_processes 2 examples/frameworks/accelerated.py --fsdp     # FSDP2, which accelerate has on GPUs only
+torchrun --nproc-per-node 2 examples/frameworks/accelerated.py
+torchrun --nproc-per-node 2 examples/frameworks/accelerated.py --fsdp     # FSDP2, which accelerate has on GPUs only
+
+On GPUs `accelerate launch` starts as many processes as torchrun; with --cpu it starts one, whatever its --num_processes says.
 """
 
 from __future__ import annotations

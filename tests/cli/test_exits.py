@@ -73,4 +73,4 @@ def test_a_run_that_finishes_exits_with_nothing_to_complain_of(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == OK
-    assert capsys.readouterr().err == "reading 8.4 KiB of text\n"
+    assert capsys.readouterr().err == "reading 8.2 KiB of text\n"

@@ -154,7 +154,8 @@ class Communicator:
         self._check(name, "broadcast", tensor, root=source)
         if self.group is not None and self.world > 1:
             with scope(name):
-                blocking(dist.broadcast, tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+                first = dist.get_global_rank(self.group, source)
+                blocking(lambda alias: dist.broadcast(alias, first, group=self.group), tensor)
 
     def gather_numbers(self, numbers: Tensor, *, label: str) -> Tensor:
         """Every rank's few numbers, one row each. For comparisons beside a step, so it is in no schedule."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import gc, os, sys
+import contextlib, gc, os, sys
 import torch, torch.distributed as dist
 from torch import nn
 import layerwise
@@ -24,12 +24,14 @@ layerwise.init(device="cpu", timeout_s=60.0)
 
 def slow_down():
     # Threads of gloo's get what is left of one core: they let go of tensors long after a collective is done.
+    core = min(os.sched_getaffinity(0))
     for thread in map(int, os.listdir("/proc/self/task")):
-        with open(f"/proc/self/task/{thread}/comm") as file:
-            name = file.read()
-        os.sched_setaffinity(thread, {min(os.sched_getaffinity(0))})
-        if thread != os.getpid() and name.startswith("pt_gloo"):
-            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        with contextlib.suppress(OSError):  # threads of other kinds come and go
+            with open(f"/proc/self/task/{thread}/comm") as file:
+                name = file.read()
+            os.sched_setaffinity(thread, {core})
+            if thread != os.getpid() and name.startswith("pt_gloo"):
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 module = nn.Sequential(*(nn.Linear(48, 48) for _ in range(8)))
 model = layerwise.DataParallel(module, overlap_param_gather=way == "dropped")

@@ -384,7 +384,10 @@ def test_presets_and_known_families_need_no_torch(tmp_path: Path) -> None:
 def test_a_module_needs_torch_and_says_so() -> None:
     code, out, err = without_torch("plan", "--model", f"{HERE}:two_layers", "--world", "8")
     assert (code, out) == (3, "")
-    assert err == "plan needs a package that cannot be imported: there is no torch. Run: pip install layerwise\n"
+    assert (
+        err
+        == "importing torch\nplan needs a package that cannot be imported: there is no torch. Run: pip install layerwise\n"
+    )
 
 
 def test_a_family_that_only_transformers_knows_says_what_to_install(tmp_path: Path, capsys: Captured) -> None:

@@ -251,7 +251,7 @@ def after_the_group(rank: int, world: int, folder: str, again: bool) -> tuple[di
         "sharded": raised(its_optimizer.step),
         # What sends nothing goes on.
         "evaluate": raised(lambda: net_loss(models["unwrap"].model, rank, 9)),
-        "state_dict": raised(models["unwrap"].optimizer.state_dict),
+        "state_dict": raised(lambda: models["unwrap"].optimizer.state_dict(part=True)),
         "unwrap": raised(models["unwrap"].model.unwrap),
         "alone": raised(lambda: alone.step(rank, 9)),
     }

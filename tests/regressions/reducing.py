@@ -159,7 +159,7 @@ def dense_over_dp_only(rank: int) -> Any:
 
     def one_stage(real: Callable[..., Any]) -> Callable[..., Any]:
         def arranged(*given: Any, **more: Any) -> Any:
-            with in_place_of(groups, "_ranks_by", narrowed):
+            with in_place_of(groups, "ranks_by", narrowed):
                 made = real(*given, **more)
             return replace(made, stages=(tuple(range(dist.get_world_size())),))
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from layerwise.comm.device_mesh import MESH_DIMS, default_world, places_of, ranks_by
 from layerwise.comm.facts import gather_facts
 from layerwise.comm.leaving import blocking
 from layerwise.comm.lifetimes import Made, collect_dropped, destroy_retired, named_alike
@@ -31,9 +31,6 @@ Mesh: TypeAlias = DeviceMesh
 """What users arrange ranks with."""
 ProcessGroup: TypeAlias = dist.ProcessGroup
 """What users choose ranks with."""
-
-
-_MESH_DIMS = ("pp", "dp", "ep")
 
 
 @dataclass(frozen=True)
@@ -101,11 +98,6 @@ NO_GROUPS = Groups(training=None, control=None, domains=dict.fromkeys(DOMAINS, _
 """A single process without torch.distributed."""
 
 
-def default_world() -> int:
-    """How many ranks the default process group has; 1 where there is none."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def alone() -> Groups:
     """A single process without torch.distributed; refused where a launcher started several, each of which would train a
     model of its own without a word."""
@@ -161,6 +153,11 @@ def check_process_group(process_group: object) -> None:
         raise ValueError("process_group was destroyed: expected one that its ranks can still meet in. Make a new one.")
 
 
+def members(process_group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a process group, by their numbers in the default one."""
+    return dist.get_process_group_ranks(process_group)
+
+
 def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     """Every rank of a process group (the default one) as data parallel; a single process where there is no such
     group."""
@@ -188,93 +185,19 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     )
 
 
-def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool, dims: Sequence[str] = _MESH_DIMS) -> Groups:
-    """The same ranks as these dims of a mesh arrange them. With `checked`, domains also get groups to compare collectives
+def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool, dims: Sequence[str] = MESH_DIMS) -> Groups:
+    """Arrange the ranks of `everyone` as these dims of a mesh do. With `checked`, domains also get groups to compare collectives
     over. Every rank calls it."""
     if mesh is None or everyone.training is None:
         return everyone
-    places = _places(mesh, dims)
-    stages = _ranks_by(places, ("pp",))
+    places = places_of(mesh, dims)
+    stages = ranks_by(places, ("pp",))
     shared = {stages[0]: (everyone.training, everyone.control)} if len(stages) == 1 else {}
     domains = {
         DENSE: my_domain(stages, shared, everyone.made, checked=checked),
-        EXPERT: my_domain(_ranks_by(places, ("pp", "ep")), shared, everyone.made, checked=checked),
+        EXPERT: my_domain(ranks_by(places, ("pp", "ep")), shared, everyone.made, checked=checked),
     }
     return replace(everyone, domains=domains, stages=stages, expert_place=places[everyone.rank].get("ep", 0))
-
-
-def check_coverage(mesh: object) -> None:
-    """Raise if a mesh has some of the ranks only: then some of them only may be here, and others would be waited for."""
-    if isinstance(mesh, DeviceMesh) and sorted(mesh.mesh.flatten().tolist()) != list(range(default_world())):
-        raise ValueError(
-            f"mesh has the ranks {mesh.mesh.flatten().tolist()}, the process group {default_world()} ranks: expected every "
-            "rank once. Build the mesh over all of them."
-        )
-
-
-def check_mesh(mesh: object) -> None:
-    """Raise unless a mesh (or None) arranges all ranks along dims we know."""
-    if mesh is None:
-        return
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh must be a torch DeviceMesh, got {type(mesh).__name__}. Leave it out for data parallelism."
-        )
-    names = mesh.mesh_dim_names
-    if names is None or not set(names) <= set(_MESH_DIMS):
-        raise ValueError(
-            f"mesh has the dims {names}: expected names out of {', '.join(map(repr, _MESH_DIMS))}. Dense params are copied "
-            "over dp and ep, expert params over dp, and pp is for pipeline stages; give mesh_dim_names to init_device_mesh()."
-        )
-    check_coverage(mesh)
-    along = names.index("pp") if "pp" in names else None
-    for stage in (mesh.mesh,) if along is None else mesh.mesh.unbind(along):
-        ranks = stage.flatten().tolist()
-        if ranks != sorted(ranks):
-            raise ValueError(
-                f"mesh has the ranks {ranks} in one stage: expected them in ascending order, so that places on different "
-                "stages correspond. Build it with init_device_mesh()."
-            )
-
-
-def describe_mesh(mesh: DeviceMesh | None) -> dict[str, object] | None:
-    """A mesh as data: its dims in order, and who sits where."""
-    return (
-        None
-        if mesh is None
-        else {
-            "dims": [list(pair) for pair in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)],
-            "ranks": mesh.mesh.tolist(),
-        }
-    )
-
-
-def num_stages(mesh: DeviceMesh | None) -> int:
-    """How many pipeline stages a mesh has."""
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    return int(mesh.mesh.shape[names.index("pp")]) if mesh is not None and "pp" in names else 1
-
-
-def _places(mesh: DeviceMesh, dims: Sequence[str]) -> dict[int, dict[str, int]]:
-    """Where every rank sits along each of these dims."""
-    names = mesh.mesh_dim_names or ()
-    return {
-        int(mesh.mesh[at]): {dim: place for dim, place in zip(names, at, strict=True) if dim in dims}
-        for at in product(*map(range, mesh.mesh.shape))
-    }
-
-
-def stages_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every pipeline stage of a mesh, in ascending order."""
-    return _ranks_by(_places(mesh, ("pp",)), ("pp",))
-
-
-def _ranks_by(places: Mapping[int, Mapping[str, int]], dims: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that sit at the same place along these dims, set by set, each in order of rank."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in sorted(places.items()):
-        found.setdefault(tuple(place.get(dim, 0) for dim in dims), []).append(rank)
-    return tuple(tuple(found[key]) for key in sorted(found))
 
 
 def my_domain(

@@ -17,16 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layerwise.comm.device_mesh import default_world, num_stages, stages_of
 from layerwise.comm.groups import (
     Groups,
     all_ranks,
     arranged,
-    default_world,
     derive_together,
     my_domain,
-    num_stages,
     share,
-    stages_of,
 )
 from layerwise.errors import PlanMismatchError
 from layerwise.layout.meshes import Cut, Placed

@@ -43,7 +43,8 @@ from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.shards import Ranks
 from layerwise.memory.copies import Copies
 from layerwise.memory.hooked import claim, hook, is_claimed, unhook
-from layerwise.memory.storage import Storage, one_device, views_of
+from layerwise.memory.places import is_channels_last, warn_of_views
+from layerwise.memory.storage import Storage, one_device
 from layerwise.models.table import are_apart, domains_by_prefix, named_buffers, named_params, param_table
 from layerwise.models.tree import ModuleTree
 from layerwise.routing.geometry import Box
@@ -102,13 +103,6 @@ def _refuse_claimed(params: Mapping[str, nn.Parameter], groups: Groups) -> None:
     trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
     if trainables:
         check_reach(groups, one_device(trainables))
-
-
-def _is_channels_last(param: Tensor) -> bool:
-    """Whether channels lie next to each other, and the order of its memory is another one than that of its indices."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    own = formats.get(param.ndim)
-    return own is not None and not param.is_contiguous() and param.is_contiguous(memory_format=own)
 
 
 class Steps(Protocol):
@@ -281,22 +275,15 @@ class Engine:
             placed=self._placed,
         )
         # In here, because a warning may be an error, and one on one rank must be one on all.
-        reordered = [fqn for fqn, param in params.items() if param.requires_grad and _is_channels_last(param)]
+        reordered = [fqn for fqn, param in params.items() if param.requires_grad and is_channels_last(param)]
         if reordered and self.groups.rank == 0:
             warn(
                 f"channels_last is lost for {listed(reordered)}: a step works on weights in the order of their indices. Give the "
                 "model channels_last inputs, x.to(memory_format=torch.channels_last): a convolution computes in the format of its "
                 "input, and torch reorders the weight for it.",
             )
-        trainables = {fqn: param for fqn, param in params.items() if param.requires_grad}
-        buffers = {} if plan.options.memory == "params" else dict(named_buffers(*self.chunks))
-        if views := views_of(trainables, buffers):
-            pairs = ", ".join(f"{name!r} of {fqn!r}" for name, fqn in views)
-            warn(
-                f"buffers are views of params: {pairs}. Weights move to memory of ours, and these buffers stay where they are: they keep "
-                "the values of now. Compute them from the param in forward (self.weight.detach()), or update them after step().",
-                aloud=self.groups.domains[DENSE].rank == 0,
-            )
+        if plan.options.memory != "params":
+            warn_of_views(params, dict(named_buffers(*self.chunks)), aloud=self.groups.domains[DENSE].rank == 0)
         doubt = suspicion(plan.routes, plan.table)
         if doubt is not None and self.groups.rank == 0:
             warn(doubt)

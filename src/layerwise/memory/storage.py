@@ -17,7 +17,7 @@ from layerwise.layout.plan import Plan
 from layerwise.layout.shards import ShardPlan
 from layerwise.layout.slots import IdleRun, place_slots, usable
 from layerwise.layout.spans import Span
-from layerwise.memory.places import Places
+from layerwise.memory.places import Places, extent_of
 from layerwise.memory.replicas import GradRing, Replica
 from layerwise.memory.shards import Shard
 from layerwise.memory.slots import Slots
@@ -66,27 +66,9 @@ def check_held(held: Mapping[str, Tensor]) -> None:
             )
 
 
-def views_of(params: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Names of tensors among `others` that lie in the memory of a param, each with that of the param."""
-    plain = [(fqn, param) for fqn, param in params.items() if type(param) in (Tensor, nn.Parameter)]
-    places = [(param.data_ptr(), param.data_ptr() + _extent(param), fqn) for fqn, param in plain if param.numel()]
-    found: list[tuple[str, str]] = []
-    for name, other in others.items():
-        if other.numel() and type(other) in (Tensor, nn.Buffer) and other.layout == torch.strided and not other.is_meta:
-            at, stop = other.data_ptr(), other.data_ptr() + _extent(other)
-            found.extend((name, fqn) for first, last, fqn in places if first < stop and at < last)
-    return found
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
-
-
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor has every element from its first to its last, in whatever order."""
-    return _extent(tensor) == tensor.nbytes
+    return extent_of(tensor) == tensor.nbytes
 
 
 def refuse_sparse(fqn: str, grad: Tensor) -> None:

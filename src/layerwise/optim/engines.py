@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from layerwise.comm.device_mesh import default_world
 from layerwise.comm.groups import (
     Groups,
     ProcessGroup,
@@ -24,8 +24,8 @@ from layerwise.comm.groups import (
     alone,
     check_process_group,
     check_still_alone,
-    default_world,
     derive_together,
+    members,
 )
 from layerwise.comm.sharded import gathered_params, groups_of, is_sharded, placements_of, refuse_first_fsdp, reshard
 from layerwise.config.rules import tp_mode_of
@@ -173,7 +173,7 @@ def _engine_of_ddp(ddp: DistributedDataParallel, asked: Asked) -> Engine:
             "Use torch.autocast, or params in bf16, which get fp32 masters here."
         )
     if asked.process_group is not None:
-        asked_ranks, its = map(dist.get_process_group_ranks, (asked.process_group, ddp.process_group))
+        asked_ranks, its = map(members, (asked.process_group, ddp.process_group))
         if asked_ranks != its:
             raise ValueError(
                 f"process_group has the ranks {asked_ranks}, and the DistributedDataParallel {its}, over which it reduces gradients: "

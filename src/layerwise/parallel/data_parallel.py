@@ -12,17 +12,14 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
+from layerwise.comm.device_mesh import check_coverage, check_mesh, describe_mesh, num_stages
 from layerwise.comm.groups import (
     Mesh,
     ProcessGroup,
     all_ranks,
     arranged,
-    check_coverage,
-    check_mesh,
     check_process_group,
     derive_together,
-    describe_mesh,
-    num_stages,
 )
 from layerwise.comm.scopes import scope
 from layerwise.comm.sharded import refuse_first_fsdp
@@ -46,12 +43,8 @@ from layerwise.parallel.watch import ensure_compiled, refuse_scripted, watch_for
 from layerwise.routing.rules import RouteRule
 
 _SAME_EVERYWHERE = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "prefetch",
-    "align_param_gather",
-    "check_collectives",
-    "check_replicas",
+    *("overlap_grad_reduce", "overlap_param_gather", "prefetch", "align_param_gather"),
+    *("check_collectives", "check_replicas"),
 )
 """Settings that decide when collectives are issued, and are in no plan."""
 

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerwise
+from layerwise.comm.device_mesh import check_mesh
 from layerwise.comm.groups import (
     NO_GROUPS,
     Groups,
     agree,
     all_ranks,
     arranged,
-    check_mesh,
     derive_together,
     share,
     tie_groups,

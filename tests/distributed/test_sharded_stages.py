@@ -135,6 +135,25 @@ def test_stages_of_replicas_clip_by_one_norm_and_skip_together() -> None:
     assert first[1] == 1.0
 
 
+def with_a_frozen_stage(rank: int, world: int) -> list[float]:
+    warnings.simplefilter("error")
+    mesh = pipeline(world)
+    stage = mesh.get_local_rank("pp")
+    module = Stage(stage).requires_grad_(stage == 0)
+    fully_shard(module, mesh=mesh["dp"])
+    optimizer = layerwise.Optimizer(module, **options(clip_grad_norm=0.1))
+    if stage == 0:
+        module(data(rank, 0)).square().mean().backward()
+    optimizer.step()
+    return [optimizer.stats.grad_norm, *optimizer.stats.clip_coefficients.values()]
+
+
+def test_a_stage_that_trains_nothing_takes_part() -> None:
+    first, *others = run_ranks(4, with_a_frozen_stage)
+    assert others == [first] * 3
+    assert first[0] > 0.1 > first[1] * first[0] - 1e-6 > 0.0
+
+
 def save_and_load(rank: int, world: int, folder: str) -> tuple[bool, str]:
     warnings.simplefilter("ignore")
     mesh = pipeline(world)

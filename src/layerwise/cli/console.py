@@ -28,7 +28,7 @@ _FILE_WIDTH = 198
 _LEAST, _LEAST_OF_NAMES, _GAP = 18, 26, 3
 """Characters that the last column keeps, that names keep, and between two columns."""
 _SHARE_OF_NAMES = 0.35
-"""Of the width, what names keep."""
+"""Share of the width that names keep."""
 _PLAIN_WIDTH = 10_000  # a file has no width, so nothing is wrapped or cut there
 
 

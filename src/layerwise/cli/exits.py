@@ -9,7 +9,7 @@ from contextlib import suppress
 
 OK, FAILED, BAD_INPUT, ENVIRONMENT = 0, 1, 2, 3
 INTERRUPTED = 130
-"""As shells have it: 128 and the number of SIGINT."""
+"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What errors of files say when nothing more can be written, wherever it would go."""
 

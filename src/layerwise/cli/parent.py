@@ -27,7 +27,7 @@ def end_with_launcher() -> None:
 
 
 def _end_without(parent: int) -> None:
-    """Where the system has no such signal: look every second."""
+    """Look at the parent every second, on systems without such a signal."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -372,7 +372,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
 
 
 def _beside_the_table(comparison: Comparison) -> str:
-    """What the figures of a choice count, and what those of the table count more, as a line."""
+    """Say in a line which parts of the model the figures of a choice count, and which parts the table counts besides."""
     chosen = next(column for column in comparison.columns if column.is_chosen)
     return (
         "these figures are of the matrices alone: ms waited for the wire and for Newton-Schulz; memory of params, whole gradients, "

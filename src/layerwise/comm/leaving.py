@@ -62,10 +62,10 @@ def blocking(collective: Callable[..., object], *tensors: Tensor | list[Tensor],
 
 
 def lend(aliases: Iterable[Tensor]) -> None:
-    """A collective got these aliases, and its backend may hold them a while longer. Nobody else keeps them.
+    """Keep CPU aliases that a collective got until its backend has let go of them. The caller keeps none of them.
 
-    See [Note: Tensors that a backend still holds]. They are kept in here until then: the thread that lets go of them last would
-    take the GIL a second time, with nobody to see it.
+    See [Note: Tensors that a backend still holds]. This list holds them meanwhile: a backend's thread that were the last to let
+    go of a tensor would take the GIL a second time, unseen.
     """
     _prepare()
     _LENT.extend(
@@ -90,7 +90,7 @@ def _is_back(alone: tuple[Tensor]) -> bool:
 
 
 _ONE = (lambda alone: sys.getrefcount(alone[0]))((torch.empty(0, device="cpu"),))
-"""What Python counts where a tuple is the only owner."""
+"""Reference count that Python reports for a tensor with a tuple as its only owner."""
 
 
 def _prepare() -> None:

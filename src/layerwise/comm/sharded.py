@@ -305,7 +305,8 @@ def _meshes(fqn: str, told: Sequence[list[int] | None]) -> tuple[Ranks, ...]:
 
 
 def _with_experts(groups: Groups, apart: Sequence[Mapping[str, Sequence[Ranks]]]) -> Groups:
-    """The same ranks, with one set of them per mesh of the experts of every stage. A stage without such is one set."""
+    """Add a domain of experts to `groups`: one set of ranks for each mesh of experts of each stage; a stage without experts is one
+    set. Every rank calls it."""
     sets_of = [_sets_of_experts(ranks, meshes) for ranks, meshes in zip(groups.stages, apart, strict=True)]
     everywhere = [tuple(ranks) for sets in sets_of for ranks in sets]
     if sum(map(len, everywhere)) != default_world():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class Calls:
-    """Those of one rank, from step to step. Forward and `zero_grad()` are noted by whoever is called."""
+    """The calls of one rank between two steps. `forward()` and `zero_grad()` note themselves here."""
 
     def __init__(self) -> None:
         self.forget()

@@ -72,7 +72,7 @@ def plan_groups(plan: Plan, *, matrix: Rule, other: Rule) -> tuple[GroupPlan, ..
 
 
 def _rule_like(given: object, name: str) -> str:
-    """What to write in place of what is no rule: the rule of that name, with the options that a torch optimizer has."""
+    """The rule to write in place of a torch optimizer or of its class: the rule of that name, with the optimizer's options."""
     kind = given if isinstance(given, type) else type(given)
     rule = {rule.__name__: rule for rule in RULES_BY_KIND.values()}.get(kind.__name__)
     if rule is None:

@@ -291,19 +291,19 @@ def _counted(counts: Sequence[float]) -> dict[int, int]:
 
 
 class _OwnFacts(NamedTuple):
-    """What all stages know of a param that lies in memory of its own."""
+    """Facts that all stages know of a param in memory of its own."""
 
     holders: int
-    """How many ranks of its stage hold any of it."""
+    """Number of ranks of its stage that hold any element of it."""
     is_apart: bool
-    """Whether ranks hold different ones under its name."""
+    """Whether ranks hold different params under this name, as with experts."""
     is_parted: bool
     is_voted: bool
     """Whether several ranks have copies of parts of it."""
 
 
 def _own_facts(engine: Engine) -> dict[tuple[int, str], _OwnFacts]:
-    """Those of the params of all stages, by stage and name. All ranks of all stages call it."""
+    """Facts of the params of all stages, by stage and name. Collective: all ranks of all stages call it."""
     plan, groups = engine.plan, engine.groups
     voted = {fqn for shard in plan.copied_in_parts for fqn in shard.fqns}
     mine = {

@@ -14,8 +14,8 @@ from layerwise.units import format_nbytes
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the last step saw and did. The same on every rank, but for bytes. `str()` is one line of it, and `as_dict()` flat
-    numbers for a tracker."""
+    """Statistics of the last step, equal on every rank but for bytes. `str()` is one line, `as_dict()` is flat numbers for a
+    tracker."""
 
     step: int = 0
     """Successful steps so far."""

@@ -57,7 +57,7 @@ class StaleParam:
 
     bring_up_to_date: Callable[[], None]
     traced: Callable[[], None]
-    """The same for code that is being compiled."""
+    """Brings the param up to date for code that is being compiled."""
     fresh: type
     """The class that the param has when its values are new."""
 

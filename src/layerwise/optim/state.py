@@ -30,11 +30,11 @@ class _SometimesThere(TypedDict, total=False):
     """Entries beside torch's that not every state dict holds."""
 
     begun: dict[str, int]
-    """Of params whose state began anew since, after which step."""
+    """The step after which the state of a param began anew, by name."""
     whole: bool
-    """Of a state dict of all ranks: True."""
+    """True in a state dict of all ranks."""
     elsewhere: int
-    """Of an empty one: the rank on which the whole was put together."""
+    """In an empty state dict, the rank on which the whole was put together."""
 
 
 class ExtraState(_SometimesThere):

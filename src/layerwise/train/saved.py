@@ -36,7 +36,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on, and what is not as it was."""
+    """The progress that a run resumes from, and the settings that changed since."""
 
     progress: Progress
     changes: tuple[str, ...] = ()

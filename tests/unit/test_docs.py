@@ -29,9 +29,11 @@ def execute(rank: int, world: int, code: str, folder: Path) -> None:
 
 
 def python_blocks() -> list[tuple[str, str]]:
+    """Every block of Python with its place. The README's program has tests of its own."""
     return [
         (f"{page.name} block {number}", block)
         for page in PAGES
+        if page.name != "README.md"
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
     ]
 

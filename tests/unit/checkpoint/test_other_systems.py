@@ -66,7 +66,7 @@ CALLS = [
     ("modules", "names", "nameless"),
     [
         (["fcntl", "resource"], [*FLAGS, *CALLS, "fork", "getuid", "geteuid"], True),
-        ([], ["posix_fadvise", "posix_fallocate"], False),
+        pytest.param([], ["posix_fadvise", "posix_fallocate"], False, marks=pytest.mark.slow),
     ],
     ids=["Windows", "macOS"],
 )

@@ -95,7 +95,7 @@ def by_state_dict(way: str, model: nn.Module, optimizer: layerwise.Optimizer, pa
     """On every rank its own part, beside the weights."""
     file = path.with_name(f"{path.name}.{torch.distributed.get_rank()}")
     if save:
-        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        torch.save([model.state_dict(), optimizer.state_dict(part=True)], file)
     else:
         weights, state = torch.load(file, weights_only=False)
         model.load_state_dict(weights)

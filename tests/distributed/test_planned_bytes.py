@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import layerwise
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
+from layerwise.comm.leaving import take_back
 from layerwise.engine.exchanger import Cohort
 from layerwise.engine.update import Update
 from layerwise.kernels.stored import stored_of
@@ -140,21 +141,24 @@ class Watch:
         self._own = own
         self._limit = limit
         self._looks = 1500  # a millisecond each
-        self._alive: list[tuple[weakref.ref[Tensor], int]] = []
+        self._alive: list[tuple[weakref.ref[Tensor], int, int]] = []
+        """Tensors, with the addresses and bytes of their memory: a collective has aliases of what it was given."""
         self.peak = 0
 
     def see(self, *tensors: Tensor) -> None:
         for tensor in tensors:
-            if tensor.untyped_storage().data_ptr() not in self._own:
-                self._alive.append((weakref.ref(tensor), tensor.untyped_storage().nbytes()))
+            memory = tensor.untyped_storage()
+            if memory.data_ptr() not in self._own:
+                self._alive.append((weakref.ref(tensor), memory.data_ptr(), memory.nbytes()))
         while self._sum() > max(self._limit, self.peak) and self._looks > 0:
             self._looks -= 1
             time.sleep(0.001)
+            take_back()
         self.peak = max(self.peak, self._sum())
 
     def _sum(self) -> int:
-        self._alive = [(ref, nbytes) for ref, nbytes in self._alive if ref() is not None]
-        return sum(nbytes for _, nbytes in self._alive)
+        self._alive = [found for found in self._alive if found[0]() is not None]
+        return sum({address: nbytes for _, address, nbytes in self._alive}.values())
 
 
 @contextmanager
@@ -170,8 +174,10 @@ def watched(model: layerwise.DataParallel, limit: int) -> Iterator[Watch]:
         leased = storages(tensor for ring in rings for tensor in ring.tensors)
         if op.phase in ("exchange", "return"):  # in slots, which are counted as they are
             return all_to_all(self, op, send, receive, *splits)
-        watch.see(*(t for t in (send, receive) if t.untyped_storage().data_ptr() not in leased))
-        return all_to_all(self, op, send, receive, *splits)
+        handle = all_to_all(self, op, send, receive, *splits)
+        seen = (send, receive, *handle._keep_alive)
+        watch.see(*(t for t in seen if t.untyped_storage().data_ptr() not in leased))
+        return handle
 
     # A wire as fast as backward: a bucket's reduction is over when the next bucket of its buffer has filled.
     buffer_of = {f"of {replica.plan.label}": replica.plan.buffer for replica in replicas}

@@ -51,7 +51,7 @@ def test_there_are_commands() -> None:
     assert all(any(script in command for command in commands) for script in QUICK)
 
 
-@pytest.mark.parametrize("command", map(marked, documented()))
+@pytest.mark.parametrize("command", list(map(marked, documented())))
 def test_a_command_runs_and_starts_as_many_ranks_as_it_says(command: str, tmp_path: Path) -> None:
     for name, library in NEEDS.items():
         if f"/{name}" in command and importlib.util.find_spec(library) is None:
@@ -86,4 +86,6 @@ def test_a_command_runs_and_starts_as_many_ranks_as_it_says(command: str, tmp_pa
     assert run.returncode == 0, run.stderr[-3000:]
     asked = re.search(r"(?:--nproc-per-node|--nproc|--num_processes)[ =](\d+)", " ".join(words))
     ranks = {int(path.name) for path in seen.iterdir()}
-    assert ranks == (set(range(int(asked.group(1)))) if asked else ranks & {0})
+    own = 2 if command == "layerwise doctor" else None  # its self test
+    count = int(asked.group(1)) if asked else own
+    assert ranks == (ranks & {0} if count is None else set(range(count)))

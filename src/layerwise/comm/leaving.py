@@ -84,6 +84,15 @@ def take_back() -> None:
             _LENT.append(alone[0])
 
 
+def wait_for_backends(patience_s: float) -> None:
+    """Return when backends hold no tensor of a collective that was waited for, or after so many seconds."""
+    deadline_s = time.monotonic() + patience_s
+    take_back()
+    while _LENT and time.monotonic() < deadline_s:
+        time.sleep(0.001)  # which lets go of the GIL
+        take_back()
+
+
 def _is_back(alone: tuple[Tensor]) -> bool:
     """Whether a tensor has no owner but this tuple, in C++ and in Python."""
     return alone[0]._use_count() == 1 and sys.getrefcount(alone[0]) == _ONE  # type: ignore[attr-defined]
@@ -106,7 +115,4 @@ def _leave_all() -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
     for one in list(_LIVE):
         one.leave(deadline_s)
-    take_back()
-    while _LENT and time.monotonic() < deadline_s:
-        time.sleep(0.001)  # which lets go of the GIL
-        take_back()
+    wait_for_backends(deadline_s - time.monotonic())

@@ -26,6 +26,7 @@ from layerwise.comm.groups import (
     device_of,
     tie_groups,
 )
+from layerwise.comm.leaving import wait_for_backends
 from layerwise.comm.machines import on_one_machine
 from layerwise.comm.roster import Roster, check_alike, cuts_of_ties
 from layerwise.comm.sharded import is_sharded, local_of, reshard
@@ -386,6 +387,7 @@ class Engine:
                 replica.ring.free()
             replica.free_staging()
         self.copies.free()
+        wait_for_backends(patience_s=1.0)  # microseconds, unless the machine is busy
         if self.storage.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -31,9 +31,9 @@ from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
 from layerwise.models.tracing import never_traced
-from layerwise.optim.defaults import Defaults
 from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
 from layerwise.optim.state import STEP, ExtraState, Own, after_hooks, export_state, extra_state_of, fit_state, is_whole
+from layerwise.optim.torch_defaults import Defaults
 from layerwise.optim.whole import Whole, check_consolidation, part_of, put_together, with_steps
 from layerwise.routing.rules import RouteRule
 

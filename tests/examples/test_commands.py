@@ -19,7 +19,6 @@ COUNTS = "import os, pathlib\nif 'RANK' in os.environ: pathlib.Path(os.environ['
 """Every Python of a command runs this first: each rank leaves a file."""
 NEEDS = {"accelerated": "accelerate", "huggingface": "transformers", "lightning": "lightning"}
 """The library that an example needs, by how its name begins."""
-QUICK = ("examples/frameworks/accelerated.py",)
 SHORT = {
     "examples/frameworks": ["--steps", "2"],
     "examples/nanogpt": ["--steps", "2", "--data", ast.__file__, "--batch-size", "2"],
@@ -41,17 +40,14 @@ def documented() -> list[str]:
     return [command for command in dict.fromkeys(commands) if not any(word in command for word in ELSEWHERE)]
 
 
-def marked(command: str) -> object:
-    return command if any(script in command for script in QUICK) else pytest.param(command, marks=pytest.mark.slow)
-
-
 def test_there_are_commands() -> None:
     commands = documented()
     assert sum(command.startswith("torchrun") for command in commands) >= 6
-    assert all(any(script in command for command in commands) for script in QUICK)
+    assert any("examples/frameworks/accelerated.py" in command for command in commands)
 
 
-@pytest.mark.parametrize("command", list(map(marked, documented())))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", documented())
 def test_a_command_runs_and_starts_as_many_ranks_as_it_says(command: str, tmp_path: Path) -> None:
     for name, library in NEEDS.items():
         if f"/{name}" in command and importlib.util.find_spec(library) is None:

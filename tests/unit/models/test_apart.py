@@ -83,7 +83,7 @@ def apart(rank: int, world: int, kind: str, wrapper: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrapper", ["plain", "DataParallel", "DDP"])
+@pytest.mark.parametrize("wrapper", ["plain", "DataParallel", pytest.param("DDP", marks=pytest.mark.slow)])
 def test_what_the_error_says_works(kind: str, wrapper: str) -> None:
     found = run_ranks(1 if wrapper == "plain" else 2, apart, kind, wrapper, meet=wrapper != "plain")
     for said, moved, _ in found:

@@ -17,7 +17,8 @@ code, summary = launch([*start, "--no-python", "sh", "-c", sys.argv[1]], numbers
 print("summary" if "Root Cause" in summary else "nothing to say", flush=True)
 sys.exit(code)
 """
-SLOW_TO_STOP = "trap 'ends=1' INT TERM USR1; for n in $(seq {storm}); do kill -{name} $PPID; sleep 0.05; done; sleep 1; test $ends && echo saved"
+# The first second is for torchrun: it passes nothing on before it has noted down which rank it started.
+SLOW_TO_STOP = "trap 'ends=1' INT TERM USR1; sleep 1; for n in $(seq {storm}); do kill -{name} $PPID; sleep 0.05; done; sleep 1; test $ends && echo saved"
 
 
 def launched(rank: str) -> tuple[int, list[str], str]:

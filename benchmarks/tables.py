@@ -430,7 +430,7 @@ def claims(data: dict[str, Any]) -> str:
                 f"`{steps['command']}`",
             ],
             [
-                "weights that differ from a single-process run, for gradients with exact sums",
+                "weights that differ from a one-process run, if gradients sum without rounding",
                 "**0**",
                 "one process",
                 "CPU, gloo, 1 to 8 ranks",

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import layerwise
 from tests.distributed.goldens import bits_file, products
+from tests.marks import sampled
 from tests.ranks import run_ranks
 
 WIDTH, EXPERTS, STEPS, SKIPPED = 32, 6, 9, 4
@@ -305,19 +306,15 @@ def differences(expected: Digest, found: Digest) -> list[str]:
     return sorted(key for key in {*expected, *found} if expected.get(key) != found.get(key))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(
-    "rule", ["muon", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES if rule != "muon")]
-)
-def test_every_layout_and_wrapper_has_the_bits_of_one_process(rule: str, world: int) -> None:
+@pytest.mark.parametrize("rule", sampled(RULES, "muon"))
+def test_every_layout_and_wrapper_has_the_bits_of_one_process(rule: str) -> None:
     expected = digests(1, rule)["plain"]
-    for kind, found in digests(world, rule).items():
-        assert differences(expected, found) == [], kind
+    for world in (1, 2, 3):
+        for kind, found in digests(world, rule).items():
+            assert differences(expected, found) == [], f"{kind} on {world} ranks"
 
 
-@pytest.mark.parametrize(
-    "rule", ["muon", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES if rule != "muon")]
-)
+@pytest.mark.parametrize("rule", sampled(RULES, "muon"))
 def test_one_process_has_the_recorded_bits(rule: str) -> None:
     if not golden_file().exists():
         pytest.skip(f"no bits were recorded for {golden_file().stem}")

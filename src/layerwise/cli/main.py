@@ -26,6 +26,7 @@ from layerwise.cli.exits import (
     complain,
     write_nowhere,
 )
+from layerwise.config.gone import GONE
 from layerwise.config.load import Override, split_overrides
 from layerwise.config.schema import (
     CheckpointConfig,
@@ -247,6 +248,11 @@ def _open_what_is_closed() -> None:
 
 def _dispatch(words: list[str]) -> int:
     overrides, rest = split_overrides(words)
+    for word in rest:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in GONE:
+            complain(f"{word.partition('=')[0]} is gone: {GONE[name]}.")
+            return BAD_INPUT
     # No argument: show what there is to choose from.
     command: TrainCommand | PlanCommand | InspectCommand | CkptCommand | BenchCommand | DoctorCommand = tyro.cli(
         Command, prog="layerwise", description=_DESCRIPTION, args=rest or ["--help"]

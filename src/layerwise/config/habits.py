@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
+from layerwise.config.gone import GONE
 from layerwise.errors import did_you_mean
 
 Habits = Mapping[str, str]
@@ -85,7 +86,7 @@ def understands(habits: Habits | None = None, *, in_order: Sequence[str] = ()) -
 
     `in_order` names the options that people give without names, where their order is not that of the class.
     """
-    known = habits or {}
+    known = {**GONE, **(habits or {})}
 
     def decorate(cls: _Class) -> _Class:
         made: Callable[..., None] = cls.__init__  # type: ignore[misc]

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from layerwise.config.gone import GONE, gone_value
 from layerwise.config.schema import SECTIONS, TrainConfig
 from layerwise.errors import ConfigError, Problem, did_you_mean, shown
 
@@ -174,13 +175,16 @@ class _Taken:
         section, name = path
         kinds = FIELD_TYPES[section]
         if name not in kinds:
-            self._note(where, f"unknown setting.{did_you_mean(name, kinds)}")
-            self._misspelt.add(section)
+            if name in GONE:
+                self._note(where, f"is gone: {GONE[name]}.")
+            else:
+                self._note(where, f"unknown setting.{did_you_mean(name, kinds)}")
+                self._misspelt.add(section)
             return
         try:
             self.values[section][name] = convert(kinds[name], value)
         except _Unfit as unfit:
-            self._note(where, str(unfit))
+            self._note(where, f"{unfit}{gone_value(name, _as_text(value))}")
             self._unfit.add(f"{section}.{name}")
 
 
@@ -266,6 +270,11 @@ def _from_words(kind: object, value: object) -> object:
         except ValueError:
             pass  # said below, in our words
     raise _Unfit(f"expected {_expected(kind)}, got {shown(text)}.")
+
+
+def _as_text(value: object) -> object:
+    """The one word of a flag, or the value of a file."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def _tuple(kind: object, parts: Sequence[object], convert: Callable[[object, object], object]) -> tuple[object, ...]:

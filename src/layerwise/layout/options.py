@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from layerwise.config.gone import gone_value
 from layerwise.config.layouts import LAYOUTS, Layout
 from layerwise.config.rules import TP_MODES, TpMode
 from layerwise.dtypes import DType
@@ -109,7 +110,7 @@ def resolve_layout(layout: object) -> Layout | Literal["auto"]:
     for known in LAYOUTS:
         if layout == known:
             return known
-    raise ValueError(f"layout {layout!r} is unknown." + did_you_mean(layout, names))
+    raise ValueError(f"layout {layout!r} is unknown." + (gone_value("layout", layout) or did_you_mean(layout, names)))
 
 
 def bucket_numel_of(bucket_mib: float | None, grad_dtype: DType) -> int | None:
@@ -131,7 +132,7 @@ def _check_choice(name: str, value: object, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(
             f"{name} must be one of {', '.join(known)}, got {value!r}."
-            + (did_you_mean(value, known) if isinstance(value, str) else "")
+            + (gone_value(name, value) or (did_you_mean(value, known) if isinstance(value, str) else ""))
         )
 
 

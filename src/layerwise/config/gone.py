@@ -1,0 +1,17 @@
+"""Settings that earlier versions had, and what to write instead. Arguments of the library, config files and flags read this one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+GONE: Mapping[str, str] = {}
+"""Name of a setting -> what to do instead, as the end of a sentence."""
+
+GONE_VALUES: Mapping[tuple[str, str], str] = {}
+"""Name of a setting that is still there and a value that it no longer takes -> what to do instead."""
+
+
+def gone_value(name: str, value: object) -> str:
+    """The advice for a value that a setting took in earlier versions, as a sentence of its own; empty for any other value."""
+    advice = GONE_VALUES.get((name, value)) if isinstance(value, str) else None
+    return "" if advice is None else f" Earlier versions had {name}={value!r}: {advice}."

@@ -67,11 +67,9 @@ WAITED = "both, exchange waited for"
 ARMS: dict[str, dict[str, Any]] = {
     SYNC: {"overlap_grad_reduce": False, "overlap_param_gather": False},
     REDUCE: {"overlap_grad_reduce": True, "overlap_param_gather": False},
-    GATHER: {"overlap_grad_reduce": False, "overlap_param_gather": True, "prefetch": None},
-    BOTH: {"overlap_grad_reduce": True, "overlap_param_gather": True, "prefetch": None},
-    "both, prefetch 2": {"overlap_grad_reduce": True, "overlap_param_gather": True, "prefetch": 2},
-    "both, prefetch 1": {"overlap_grad_reduce": True, "overlap_param_gather": True, "prefetch": 1},
-    WAITED: {"overlap_grad_reduce": True, "overlap_param_gather": True, "prefetch": None},
+    GATHER: {"overlap_grad_reduce": False, "overlap_param_gather": True},
+    BOTH: {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    WAITED: {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
 
 
@@ -312,9 +310,6 @@ def summary(layout: str, by_rank: Sequence[Mapping[str, Any]], mbit: float) -> d
         "gathers_by_bytes_ms": round(max(found["gather_nbytes"] for found in by_rank) * 8 / mbit / 1000, 1),
         "gathers_hidden": share(SYNC, GATHER, alone_ms),
         "gathers_hidden_beside_reductions": share(REDUCE, BOTH, alone_ms),
-        "gathers_hidden_by_prefetch": {
-            str(ahead): share(REDUCE, f"both, prefetch {ahead}", alone_ms) for ahead in (1, 2)
-        },
     }
     if WAITED in median:
         exchange_ms = statistics.median(slowest([found["exchange_waited_s"] for found in by_rank]))

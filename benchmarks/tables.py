@@ -253,15 +253,13 @@ def overlap_hidden(data: dict[str, Any]) -> str:
         return f"{100 * share['median']:.0f} % ({100 * share['low']:.0f} to {100 * share['high']:.0f})"
 
     return markdown(
-        ["layout", "gathers alone", "hidden", "beside reductions", "prefetch 2", "prefetch 1", "exchange hidden"],
+        ["layout", "gathers alone", "hidden", "beside reductions", "exchange hidden"],
         [
             [
                 f"`{row['layout']}`",
                 f"{row['gathers_alone_ms']:.0f} ms",
                 percent(row["gathers_hidden"]),
                 percent(row["gathers_hidden_beside_reductions"]),
-                percent(row["gathers_hidden_by_prefetch"]["2"]),
-                percent(row["gathers_hidden_by_prefetch"]["1"]),
                 percent(row.get("exchange_hidden")),
             ]
             for row in data["rows"]

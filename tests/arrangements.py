@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import layerwise
+from tests import seams
 from tests.reference.oracle import Hyper, Oracle
 from tests.worlds import (
     accumulated,
@@ -256,7 +257,7 @@ def wrap_stage(
 ) -> layerwise.DataParallel:
     """The rank's part of the model as the library takes it."""
     copies = [fqn for fqn in named(modules) if arrangement.is_tied(fqn)] if arrangement.pp > 1 else []
-    return layerwise.DataParallel(
+    return seams.data_parallel(
         modules if arrangement.chunks > 1 else modules[0],
         mesh=mesh,
         ties=dict(zip(("the tie",), copies, strict=False)),

@@ -18,6 +18,7 @@ import layerwise
 from layerwise.kernels.stored import stored_of
 from layerwise.kernels.torchao_mx import MXStorage
 from layerwise.memory.replicas import ReplicaState
+from tests import seams
 from tests.quantizing import Seen, Small, coded_params, plain_params, starting_faults, tokens_of
 from tests.worlds import hash_tensors, put_together
 
@@ -93,7 +94,7 @@ def prepare(way: MXWay, *, at_use: bool = False) -> tuple[layerwise.DataParallel
                 layer.__class__, layer.how = LinearAtUse, way.how
     else:
         layerwise.adopt(module, with_mx_weights(module, **way.how))
-    model = layerwise.DataParallel(
+    model = seams.data_parallel(
         module,
         layout=way.layout,
         overlap_param_gather=way.overlap,

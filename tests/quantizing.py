@@ -17,6 +17,7 @@ import layerwise
 from layerwise.kernels.stored import stored_of
 from layerwise.memory.replicas import ReplicaState
 from layerwise.routing.split import stack
+from tests import seams
 from tests.reference.block_formats import encoded
 from tests.worlds import hash_tensors, put_together
 
@@ -114,7 +115,7 @@ def prepare(way: Way) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
     mesh = None
     if way.ep:
         mesh = init_device_mesh("cpu", (dist.get_world_size() // way.ep, way.ep), mesh_dim_names=("dp", "ep"))
-    model = layerwise.DataParallel(
+    model = seams.data_parallel(
         module,
         layout=way.layout,
         mesh=mesh,

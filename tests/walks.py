@@ -27,6 +27,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.errors import NonFiniteError, PlanMismatchError, StateError
 from layerwise.memory.replicas import ReplicaState
+from tests import seams
 from tests.reference.oracle import Hyper
 from tests.worlds import hash_of, hash_tensors, rules
 
@@ -156,7 +157,7 @@ class Way:
                 part._modules = dict(reversed(part._modules.items()))
         shape = (self.pp, self.world // self.pp // self.ep, self.ep)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "ep")) if self.pp > 1 or self.ep > 1 else None
-        model = layerwise.DataParallel(
+        model = seams.data_parallel(
             parts if self.chunks > 1 else parts[0],
             mesh=mesh,
             layout=self.layout,
@@ -165,9 +166,8 @@ class Way:
             shard_grads=self.shard_grads,
             staging=self.staging,  # type: ignore[arg-type]
             overlap_grad_reduce=self.grad_overlap,
-            overlap_param_gather=self.overlap,
+            overlap_param_gather="by chunk" if self.overlap and self.aligned else self.overlap,
             prefetch=self.prefetch,
-            align_param_gather=self.aligned,
             check_collectives=self.checked,
             check_replicas=self.compared,
             bucket_mib=self.bucket_mib,

@@ -28,6 +28,7 @@ from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.memory.storage import Storage
 from layerwise.routing.spec import ParamTable
+from tests import seams
 from tests.reference.oracle import Hyper, Oracle
 
 
@@ -270,7 +271,7 @@ def cohorts_of(numel: int | None) -> Iterator[None]:
 
 def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
     with cohorts_of(case.cohort_numel):
-        return layerwise.DataParallel(
+        return seams.data_parallel(
             module,
             layout=case.layout,
             rules=_route_rules(Hyper(**case.hyper), matrices_of(module)),

@@ -125,7 +125,7 @@ def _overlap() -> Iterator[tuple[str, Steps]]:
     for layout in ("flat", "compact"):
         base = Steps(world=3, layout=layout, model="net", steps=4, dtype=BF16)
         yield f"{layout} one ahead", replace(base, wrapping={"prefetch": 1})
-        yield f"{layout} aligned", replace(base, wrapping={"align_param_gather": True})
+        yield f"{layout} aligned", replace(base, wrapping={"overlap_param_gather": "by chunk"})
         yield f"{layout} released", replace(base, wrapping={"shard_grads": True, "reducer": "ordered"})
 
 

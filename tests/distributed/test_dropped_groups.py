@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import layerwise
+from tests import seams
 from tests.marks import sampled
 from tests.ranks import raised, run_ranks
 from tests.reference.oracle import Hyper
@@ -34,7 +35,7 @@ class Trained:
 
     def __init__(self, rank: int, steps: int = 2, **options: Any) -> None:
         torch.manual_seed(3)
-        self.model = layerwise.DataParallel(Net(), bucket_mib=1e-4, **options)
+        self.model = seams.data_parallel(Net(), bucket_mib=1e-4, **options)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper()))
         for step in range(steps):
             self.step(rank, step)
@@ -164,7 +165,7 @@ def test_a_group_over_which_one_rank_launched_more_is_left_as_it_is() -> None:
 def refused(rank: int, world: int) -> list[int]:
     counts = []
     for _ in range(4):
-        assert "prefetch must be" in raised(lambda: layerwise.DataParallel(Net(), prefetch=-1))
+        assert "bucket_mib must be" in raised(lambda: layerwise.DataParallel(Net(), bucket_mib=-1))
         counts.append(known())
     Trained(rank)
     return [*counts, known()]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerwise
+from tests import seams
 from tests.ranks import raised, run_ranks
 from tests.worlds import hash_tensors
 
@@ -81,7 +82,7 @@ def run(rank: int, world: int, kinds: list[str], options: dict[str, Any]) -> dic
     kind = kinds[rank * 2 // world]
     module = module_of(kind)
     before = hash_tensors([*module.parameters(), *module.buffers()])
-    model = layerwise.DataParallel(module, mesh=mesh, bucket_mib=0.0001, **options)
+    model = seams.data_parallel(module, mesh=mesh, bucket_mib=0.0001, **options)
     optimizer = layerwise.Optimizer(model, **OPTIONS)
     stats = trained(model, optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict(part=True))

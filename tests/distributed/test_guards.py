@@ -23,7 +23,7 @@ from torch import nn
 import layerwise
 from layerwise.engine.reducer import GradReducer
 from layerwise.errors import StateError
-from tests import arrangements
+from tests import arrangements, seams
 from tests.arrangements import Arrangement
 from tests.marks import sampled
 from tests.ranks import run_ranks
@@ -398,7 +398,7 @@ def ties_in_a_ring(rank: int, world: int) -> tuple[str, str]:
     torch.manual_seed(rank)
     module = Stage()
     ties = {f"tie {rank}": "first.weight", f"tie {(rank + 1) % world}": "last.weight"}
-    model = layerwise.DataParallel(module, mesh=mesh_of(pp=world), ties=ties, check_collectives=True)
+    model = seams.data_parallel(module, mesh=mesh_of(pp=world), ties=ties, check_collectives=True)
     optimizer = optimizer_of(model, clip_grad_norm=0.1)
     for step in range(2):
         model(torch.linspace(-1.0, 1.0 + rank + step, 12).reshape(2, 6)).square().sum().backward()
@@ -500,7 +500,7 @@ def test_released_gradients_of_experts_on_one_rank_keep_every_backward() -> None
 def metric_after_partial(rank: int, world: int, options: dict[str, bool]) -> float:
     torch.manual_seed(1)
     layers = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(6)))
-    model = layerwise.DataParallel(layers, layout="flat", bucket_mib=0.0001, **options)
+    model = seams.data_parallel(layers, layout="flat", bucket_mib=0.0001, **options)
     optimizer = optimizer_of(model)
     params = list(model.module.parameters())
     total = torch.ones(1)

@@ -23,6 +23,7 @@ from layerwise.comm.handles import Handle
 from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipper
 from layerwise.routing.heads import HeadRows
 from layerwise.routing.split import transposed
+from tests import seams
 from tests.ranks import raised, run_ranks
 from tests.reference.oracle import Hyper, Oracle
 from tests.reference.qk_clip import Heads, clip
@@ -209,7 +210,7 @@ def build(dtype: torch.dtype) -> Model:
 
 
 def start(case: Case, layout: str) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
-    model = layerwise.DataParallel(
+    model = seams.data_parallel(
         build(case.dtype),
         layout=layout,
         bucket_mib=0.0005,
@@ -432,7 +433,7 @@ class Stage(nn.Module):
 def train_stages(rank: int, world: int) -> Any:
     mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(1)
-    model = layerwise.DataParallel(Stage(rank), mesh=mesh, check_collectives=True)
+    model = seams.data_parallel(Stage(rank), mesh=mesh, check_collectives=True)
     optimizer = layerwise.Optimizer(model, **rules(Hyper()), qk_clip=layerwise.QKClip(threshold=10.0))
     logits = torch.tensor([[0.0, 0.0, 0.0], [9.0, 20.0, 8.0], [7.0, 15.0, math.inf]])[rank]
     shapes = {fqn: param.shape for fqn, param in model.module.named_parameters()}

@@ -18,6 +18,7 @@ import layerwise
 from layerwise.kernels.stored import stored_of
 from layerwise.memory.replicas import ReplicaState
 from layerwise.memory.staged import StagedReplica
+from tests import seams
 from tests.marks import sampled
 from tests.quantizing import Way, build, coded_params, faults, prepare, tokens_of
 from tests.ranks import raised, run_ranks
@@ -360,7 +361,7 @@ def in_chunks(rank: int, world: int) -> list[str]:
             layerwise.quantize(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16())
             for _ in range(2)
         ]
-        model = layerwise.DataParallel(chunks, param_gather=gather, align_param_gather=True, bucket_mib=0.01)  # type: ignore[arg-type]
+        model = seams.data_parallel(chunks, param_gather=gather, overlap_param_gather="by chunk", bucket_mib=0.01)  # type: ignore[arg-type]
         optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.05), other=layerwise.AdamW(lr=0.02))
         for step in range(4):
             x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()

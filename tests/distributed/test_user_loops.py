@@ -16,6 +16,7 @@ from torch import nn
 
 import layerwise
 from layerwise.errors import StateError
+from tests import seams
 from tests.ranks import raised, run_ranks
 from tests.worlds import Net, hash_whole, net_loss
 
@@ -273,7 +274,7 @@ def unwrap_on_ranks(rank: int, world: int) -> list[Any]:
     found = []
     for options in ({}, {"prefetch": 0}, {"overlap_param_gather": False}):
         torch.manual_seed(3)
-        model = layerwise.DataParallel(Net(), layout="flat", bucket_mib=0.0001, **options)
+        model = seams.data_parallel(Net(), layout="flat", bucket_mib=0.0001, **options)
         optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.05), other=layerwise.AdamW(lr=0.01))
         for step in range(2):
             net_loss(model, rank, step).backward()
@@ -317,7 +318,7 @@ def wrap_again_and_again(rank: int, world: int) -> list[int]:
     for options in ({}, {"mesh": mesh, "check_collectives": True}) * 2:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no module names its experts
-            model = layerwise.DataParallel(module, **options)
+            model = seams.data_parallel(module, **options)
         optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.05), other=layerwise.AdamW(lr=0.01))
         net_loss(model, rank, 0).backward()
         optimizer.step()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import layerwise
+from tests import seams
 from tests.ranks import run_ranks
 from tests.reference.oracle import Hyper, Oracle
 from tests.worlds import Case, deliver, gradient, matrices_of, rules
@@ -24,7 +25,7 @@ def shards_after_training(
     """Train the zoo on the card; returns this rank's spans of momenta and masters, and its replicas."""
     torch.cuda.set_device(0)
     module = Case(dtype=dtype).build().cuda()
-    model = layerwise.DataParallel(module, bucket_mib=0.001, check_collectives=True, **options)
+    model = seams.data_parallel(module, bucket_mib=0.001, check_collectives=True, **options)
     optimizer = layerwise.Optimizer(model, **rules(Hyper(ns_dtype=ns_dtype, clip=1.0)))
     shapes = {fqn: param.shape for fqn, param in model.engine.storage.params.items()}
     for step in range(STEPS):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import layerwise
 from layerwise.comm.handles import Handle
 from layerwise.engine.publisher import Publisher
+from tests import seams
 from tests.ranks import run_ranks
 from tests.worlds import Hyper, rules
 
@@ -106,7 +107,7 @@ def test_the_scene_shows_a_reader_that_does_not_wait() -> None:
 def test_a_bucket_is_landed_on_another_stream_than_it_was_launched_on(layout: str) -> None:
     """The reader of one bucket rounds the next one's master, on its own stream."""
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).cuda().to(torch.bfloat16)
-    model = layerwise.DataParallel(module, layout=layout, bucket_mib=1e-5, prefetch=1)
+    model = seams.data_parallel(module, layout=layout, bucket_mib=1e-5, prefetch=1)
     assert len(model.engine.storage.replicas) == 2
     x = X.cuda().to(torch.bfloat16)
     for shard in model.engine.storage.shards:

@@ -34,7 +34,7 @@ from layerwise.memory.replicas import Replica, ReplicaState
 from layerwise.memory.slots import Slots
 from layerwise.memory.stale import StaleGuard
 from layerwise.parallel import data_parallel
-from tests import worlds
+from tests import seams, worlds
 from tests.arrangements import Arrangement
 from tests.ranks import raised
 from tests.regressions.cases import (
@@ -63,7 +63,7 @@ class Run:
         self.rank = rank
         torch.manual_seed(11)
         self.module = build()
-        self.model = layerwise.DataParallel(self.module, bucket_mib=bucket_mib, **options)
+        self.model = seams.data_parallel(self.module, bucket_mib=bucket_mib, **options)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper()))
         self.publisher = self.model.engine.publisher
         self.replicas = self.model.engine.storage.replicas
@@ -790,11 +790,9 @@ def one_setting(rank: int, world: int) -> list[str]:
     ]
     for name, values in {
         "overlap_param_gather": (False, True),
-        "prefetch": (1, 2),
-        "align_param_gather": (False, True),
     }.items():
         options: dict[str, Any] = {name: values[rank]}
-        error = raised(lambda options=options: layerwise.DataParallel(Net(), **options))
+        error = raised(lambda options=options: seams.data_parallel(Net(), **options))
         if not ("PlanMismatchError" in error and name in error):
             found.append(f"rank {rank}: ranks with different {name}: {error}")
     if anywhere(found):
@@ -859,7 +857,7 @@ def gathers_without_overlapped_reductions(rank: int, world: int) -> list[str]:
     """
 
     found: list[str] = []
-    for options in ({}, {"prefetch": 0}, {"align_param_gather": True}):
+    for options in ({}, {"prefetch": 0}, {"overlap_param_gather": "by chunk"}):
         common = {"overlap_grad_reduce": False, "bucket_mib": 1e-5}  # every param in a bucket of its own
         twin, run = Run(rank, Spare, overlap_param_gather=False, **common), Run(rank, Spare, **common, **options)
         for step in range(4):

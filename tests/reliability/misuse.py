@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from layerwise.engine.engine import Engine
 from layerwise.errors import ContractError, NonFiniteError, PlanMismatchError, StateError
 from layerwise.memory.storage import Storage
 from layerwise.optim.optimizer import Optimizer
+from tests import seams
 from tests.reliability import Outcome, tally, tally_control
 from tests.reliability.refusals import (
     CASES,
@@ -111,16 +113,32 @@ def _() -> Scene:
     layerwise.DataParallel(module, mesh=object())
 
 
-@misuse("a negative prefetch", ValueError, "prefetch", "0 or more", "-1")
+@misuse("gathers by the layer", ValueError, "overlap_param_gather", "True, False or 'by chunk'", "'by layer'")
 def _() -> Scene:
     yield (module := small())
-    layerwise.DataParallel(module, prefetch=-1)
+    layerwise.DataParallel(module, overlap_param_gather="by layer")  # type: ignore[arg-type]
 
 
-@misuse("another prefetch on one rank", PlanMismatchError, "ranks 0 and 1", "prefetch", "1 against 2", world=2)
+@misuse(
+    "gathers by chunk on one rank", PlanMismatchError, "ranks 0 and 1", "overlap_param_gather", "True against", world=2
+)
 def _(rank: int, world: int) -> Scene:
     yield (module := small())
-    layerwise.DataParallel(module, prefetch=1 + rank)
+    layerwise.DataParallel(module, overlap_param_gather=True if rank == 0 else "by chunk")
+
+
+@misuse(
+    "a debug check that there is not",
+    ValueError,
+    "LAYERWISE_DEBUG",
+    "'collective'",
+    "Did you mean 'collectives'?",
+    world=2,
+)
+def _(rank: int, world: int) -> Scene:
+    yield (module := small())
+    with mock.patch.dict(os.environ, LAYERWISE_DEBUG="collective"):
+        layerwise.DataParallel(module)
 
 
 @misuse("no trainable param", ValueError, "Small has no trainable param", "Unfreeze")
@@ -264,7 +282,7 @@ for _words in (["first.weight"], "first.weight", 3):
         "ties must be",
         repr(_words),
     )
-for _switch in ("shard_grads", "overlap_grad_reduce", "check_collectives", "strict"):
+for _switch in ("shard_grads", "overlap_grad_reduce", "strict"):
     _bad_argument(
         f"{_switch} in words",
         TypeError,
@@ -1224,7 +1242,7 @@ def _arguments_of_ranks(
 
     def scene(rank: int, world: int) -> Scene:
         yield (module := small())
-        layerwise.DataParallel(module, **arguments[rank])
+        seams.data_parallel(module, **arguments[rank])
 
     misuse(name, PlanMismatchError, "ranks 0 and 1", "same settings", *says, world=2, instead=instead)(scene)
 
@@ -1238,7 +1256,9 @@ _arguments_of_ranks("another param sync on one rank", ({}, {"param_sync": "broad
 _arguments_of_ranks(
     "sharded gradients on one rank", ({"layout": "flat"}, {"layout": "flat", "shard_grads": True}), "shard_grads"
 )
-_arguments_of_ranks("checked collectives on one rank", ({}, {"check_collectives": True}), "check_collectives", "False")
+_arguments_of_ranks(
+    "checked collectives on one rank", ({}, {"check_collectives": True}), "LAYERWISE_DEBUG", "collectives"
+)
 _arguments_of_ranks(
     "overlap on one rank",
     ({}, {"overlap_grad_reduce": False}),
@@ -1342,7 +1362,7 @@ def _(rank: int, world: int) -> Scene:
     alike=False,
 )
 def _(rank: int, world: int) -> Scene:
-    model = layerwise.DataParallel(small(), shard_grads=True, layout="flat", check_collectives=True)
+    model = seams.data_parallel(small(), shard_grads=True, layout="flat", check_collectives=True)
     optimizer = optimizer_of(model)
     yield optimizer
     for _ in range(1 + rank):
@@ -1501,7 +1521,7 @@ def on_stages(
     torch.manual_seed(1)
     stage = Stage() if module is None else module
     mesh = mesh_of(pp=2, dp=world // 2)
-    model = layerwise.DataParallel(stage, mesh=mesh, **{"layout": "flat", "bucket_mib": 0.0001, **wrapping})
+    model = seams.data_parallel(stage, mesh=mesh, **{"layout": "flat", "bucket_mib": 0.0001, **wrapping})
     optimizer = optimizer_of(model, **(settings or {}))
     model(torch.linspace(-1.0, 1.0 + rank, 12).reshape(2, 6)).square().mean().backward()
     return stage, optimizer
@@ -1523,7 +1543,7 @@ def _bad_stage(
         torch.manual_seed(1)
         module, arguments = make(stage_of(rank, world), rank)
         yield module
-        layerwise.DataParallel(module, mesh=mesh, **{"layout": "flat", "bucket_mib": 0.0001, **arguments})
+        seams.data_parallel(module, mesh=mesh, **{"layout": "flat", "bucket_mib": 0.0001, **arguments})
 
     misuse(name, errors, *says, world=world, alike=alike, instead=instead)(scene)
 
@@ -1566,7 +1586,7 @@ _bad_stage(
     PlanMismatchError,
     lambda stage, _: (Stage(), {"check_collectives": stage == 1}),
     "ranks 0 and 1",
-    "check_collectives",
+    "LAYERWISE_DEBUG",
 )
 _bad_stage(
     "a tie of a param that is not there",

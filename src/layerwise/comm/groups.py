@@ -21,6 +21,7 @@ from layerwise.comm.facts import gather_facts
 from layerwise.comm.leaving import blocking
 from layerwise.comm.lifetimes import Made, collect_dropped, destroy_retired, named_alike
 from layerwise.comm.waiting import PATIENCE_S, impatient
+from layerwise.config.debug import VARIABLE, Check, checks_on
 from layerwise.errors import PlanMismatchError, StateError
 from layerwise.layout.difference import first_difference
 from layerwise.routing.spec import DENSE, DOMAINS, EXPERT
@@ -40,7 +41,7 @@ class Domain:
     group: dist.ProcessGroup | None
     """None where the rank is alone."""
     control: dist.ProcessGroup | None
-    """For small facts; None unless collectives are to be checked."""
+    """For comparing collectives; None unless LAYERWISE_DEBUG checks them."""
     rank: int
     world: int
 
@@ -63,6 +64,8 @@ class Groups:
     """Which part of the experts this rank has."""
     made: Made = field(default_factory=Made)
     """All groups that were made for a model."""
+    checks: frozenset[Check] = frozenset()
+    """Checks that LAYERWISE_DEBUG names, the same on every rank."""
 
     @cached_property
     def rank(self) -> int:
@@ -176,26 +179,27 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
     destroy_retired(control)
     world = dist.get_world_size(training)
     everyone = Domain(group=training, control=control, rank=dist.get_rank(training), world=world)
-    return Groups(
+    groups = Groups(
         training=training,
         control=control,
         domains=dict.fromkeys(DOMAINS, everyone if world > 1 else _ALONE),
         stages=(tuple(range(world)),),
         made=made,
     )
+    checks = derive_together(groups, "environments", checks_on, lambda found: {VARIABLE: sorted(found)})
+    return replace(groups, checks=checks)
 
 
-def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool, dims: Sequence[str] = MESH_DIMS) -> Groups:
-    """Arrange the ranks of `everyone` as these dims of a mesh do. With `checked`, domains also get groups to compare collectives
-    over. Every rank calls it."""
+def arranged(everyone: Groups, mesh: DeviceMesh | None, *, dims: Sequence[str] = MESH_DIMS) -> Groups:
+    """Arrange the ranks of `everyone` as these dims of a mesh do. Every rank calls it."""
     if mesh is None or everyone.training is None:
         return everyone
     places = places_of(mesh, dims)
     stages = ranks_by(places, ("pp",))
     shared = {stages[0]: (everyone.training, everyone.control)} if len(stages) == 1 else {}
     domains = {
-        DENSE: my_domain(stages, shared, everyone.made, checked=checked),
-        EXPERT: my_domain(ranks_by(places, ("pp", "ep")), shared, everyone.made, checked=checked),
+        DENSE: my_domain(stages, shared, everyone),
+        EXPERT: my_domain(ranks_by(places, ("pp", "ep")), shared, everyone),
     }
     return replace(everyone, domains=domains, stages=stages, expert_place=places[everyone.rank].get("ep", 0))
 
@@ -203,15 +207,13 @@ def arranged(everyone: Groups, mesh: DeviceMesh | None, *, checked: bool, dims: 
 def my_domain(
     sets: Sequence[tuple[int, ...]],
     shared: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup | None]],
-    made: Made,
-    *,
-    checked: bool,
+    groups: Groups,
 ) -> Domain:
     """The set that this rank is in. Every rank makes all groups, in the same order: torch asks for that."""
     for ranks in sets:
         if ranks not in shared and len(ranks) > 1:
-            control = made.new_group(ranks, backend="gloo") if checked else None
-            shared[ranks] = made.new_group(ranks), control
+            control = _group_to_compare_over(ranks, groups)
+            shared[ranks] = groups.made.new_group(ranks), control
     rank = dist.get_rank()
     mine = next(ranks for ranks in sets if rank in ranks)
     if len(mine) == 1:
@@ -220,12 +222,17 @@ def my_domain(
     return Domain(group=group, control=control, rank=mine.index(rank), world=len(mine))
 
 
-def tie_groups(groups: Groups, stages_by_tie: Mapping[str, Sequence[int]], *, checked: bool) -> dict[str, Domain]:
+def _group_to_compare_over(ranks: tuple[int, ...], groups: Groups) -> dist.ProcessGroup | None:
+    """A control group of these ranks where LAYERWISE_DEBUG checks collectives, else None. Every rank calls it."""
+    return groups.made.new_group(ranks, backend="gloo") if "collectives" in groups.checks else None
+
+
+def tie_groups(groups: Groups, stages_by_tie: Mapping[str, Sequence[int]]) -> dict[str, Domain]:
     """For each tie that this rank's stage has a part in: the ranks at the same place of all its stages."""
     found = {}
     for tie, stages in sorted(stages_by_tie.items()):
         for ranks in zip(*(groups.stages[stage] for stage in stages), strict=True):
-            control = groups.made.new_group(ranks, backend="gloo") if checked else None
+            control = _group_to_compare_over(ranks, groups)
             group = groups.made.new_group(ranks)
             if groups.rank in ranks:
                 found[tie] = Domain(group=group, control=control, rank=ranks.index(groups.rank), world=len(ranks))

@@ -162,7 +162,7 @@ def groups_of(params: Mapping[str, nn.Parameter], process_group: dist.ProcessGro
     if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
         pipeline = _pipeline_of(meshes, everyone)
         if pipeline is not None:
-            return arranged(all_ranks(), pipeline, checked=False, dims=("pp",))
+            return arranged(all_ranks(), pipeline, dims=("pp",))
     if process_group is not None:
         return all_ranks(process_group)
     if everyone == set(range(dist.get_world_size())):
@@ -313,7 +313,7 @@ def _with_experts(groups: Groups, apart: Sequence[Mapping[str, Sequence[Ranks]]]
         raise ValueError(
             f"experts are on the ranks {everywhere}, of {default_world()}: expected every rank to have experts."
         )
-    domain = my_domain(everywhere, {}, groups.made, checked=False)
+    domain = my_domain(everywhere, {}, groups)
     place = next(number for number, ranks in enumerate(sets_of[groups.stage]) if groups.rank in ranks)
     return replace(groups, domains={**groups.domains, EXPERT: domain}, expert_place=place)
 

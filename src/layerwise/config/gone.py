@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-GONE: Mapping[str, str] = {}
+GONE: Mapping[str, str] = {
+    "prefetch": "leave it out; all gathers are launched in step(), or those of a chunk with overlap_param_gather='by chunk'",
+    "align_param_gather": "write overlap_param_gather='by chunk'",
+    "check_collectives": "set LAYERWISE_DEBUG=collectives in the environment of every rank",
+}
 """Name of a setting -> what to do instead, as the end of a sentence."""
 
 GONE_VALUES: Mapping[tuple[str, str], str] = {}

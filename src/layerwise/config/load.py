@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from layerwise.config.gone import GONE, gone_value
 from layerwise.config.schema import SECTIONS, TrainConfig
@@ -232,6 +232,8 @@ def _from_document(kind: object, value: object) -> object:
         if value is None or (isinstance(value, str) and value in _NONE_WORDS):  # TOML has no null of its own
             return None
         return _from_document(_inner(kind), value)
+    if _is_bool_or_word(kind):
+        return value if isinstance(value, bool) else _choice(kind, value)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
@@ -260,8 +262,10 @@ def _from_words(kind: object, value: object) -> object:
         return text
     if get_origin(kind) is Literal:
         return _choice(kind, text)
-    if kind is bool and text.lower() in (*_TRUE_WORDS, *_FALSE_WORDS):
+    if (kind is bool or _is_bool_or_word(kind)) and text.lower() in (*_TRUE_WORDS, *_FALSE_WORDS):
         return text.lower() in _TRUE_WORDS
+    if _is_bool_or_word(kind):
+        return _choice(kind, text)
     if kind in (int, float):
         try:
             return int(text) if kind is int else _finite(float(text))
@@ -285,7 +289,7 @@ def _tuple(kind: object, parts: Sequence[object], convert: Callable[[object, obj
 
 
 def _choice(kind: object, value: object) -> object:
-    choices = get_args(kind)
+    choices = get_args(_word_of(kind) if _is_bool_or_word(kind) else kind)
     if isinstance(value, str) and value in choices:
         return value
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
@@ -308,6 +312,15 @@ def _is_optional(kind: object) -> bool:
     return isinstance(kind, types.UnionType) and type(None) in get_args(kind)
 
 
+def _is_bool_or_word(kind: object) -> bool:
+    """Whether a type is `bool | Literal[...]`."""
+    return get_origin(kind) in (types.UnionType, Union) and bool in get_args(kind)
+
+
+def _word_of(kind: object) -> object:
+    return next(arg for arg in get_args(kind) if arg is not bool)
+
+
 def _inner(kind: object) -> object:
     return next(arg for arg in get_args(kind) if arg is not type(None))
 
@@ -316,6 +329,8 @@ def _expected(kind: object) -> str:
     """A type in words."""
     if _is_optional(kind):
         return f"{_expected(_inner(kind))} or none"
+    if _is_bool_or_word(kind):
+        return f"true, false or {' or '.join(get_args(_word_of(kind)))}"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:

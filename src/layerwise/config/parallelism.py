@@ -106,7 +106,6 @@ _OURS: dict[str, tuple[object, str]] = {
     "bucket_mib": (None, "{} has buckets of its own"),
     "overlap_grad_reduce": (True, "{} decides itself when to communicate"),
     "overlap_param_gather": (True, "{} decides itself when to communicate"),
-    "prefetch": (None, "{} decides itself when to communicate"),
     "staging": ("slots", "gradients belong to the params"),
     "grad_dtype": ("fp32", "{} sums gradients in the dtype of their params"),
 }

@@ -238,11 +238,8 @@ class ParallelConfig:
     overlap_grad_reduce: bool = True
     """Reduce gradients while backward is still running."""
 
-    overlap_param_gather: bool = True
-    """Let new weights travel while the next forward is already running."""
-
-    prefetch: int | None = None
-    """Buckets on their way ahead of the one that forward reads. none: all of them at once."""
+    overlap_param_gather: bool | Literal["by chunk"] = True
+    """Let new weights travel while the next forward is already running. by chunk: a chunk's, once its forward begins."""
 
     staging: Literal["slots", "gradients"] = "slots"
     """Staging memory of the exchange. slots: of its own. gradients: what is idle of them during a step."""

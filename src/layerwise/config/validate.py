@@ -58,7 +58,6 @@ _INTEGER_RANGES: dict[str, tuple[int, int]] = {
     "parallel.replicate": (1, _MOST_RANKS),
     "parallel.tp": (1, _MOST_RANKS),
     "parallel.chunks": (1, _MOST_LAYERS),
-    "parallel.prefetch": (0, _MOST_WIDTH),
     "train.steps": (1, _MOST_STEPS),
     "train.batch_size": (1, _MOST_WIDTH),
     "train.accumulation": (1, _MOST_WIDTH),

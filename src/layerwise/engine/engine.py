@@ -153,7 +153,7 @@ class Engine:
         self.everyone = Communicator(groups.training, self._contract(groups.control), self.traffic.in_step, groups.made)
         self._on_one_machine = on_one_machine(groups)
         self.communicators = {name: self._communicator(domain) for name, domain in groups.domains.items()}
-        ties = tie_groups(groups, self.roster.stages_by_tie, checked=settings.check_collectives)
+        ties = tie_groups(groups, self.roster.stages_by_tie)
         self._ties = {name: self._communicator(domain) for name, domain in ties.items()}
         for shard in self.plan.shards:
             if shard.world != self.communicators[shard.domain].world:
@@ -165,13 +165,13 @@ class Engine:
         self.storage = Storage(self.plan, trainables, ranks, self._other_device(), None if placed is None else local_of)
         self.copies = Copies(self.storage.device)
         # Comparing a collective across ranks waits for all of them, and a peer may reduce a bucket only in its step().
-        overlap = settings.overlap_grad_reduce and not settings.check_collectives
+        overlap = settings.overlap_grad_reduce and "collectives" not in groups.checks
         self.publisher = Publisher(
             self.storage,
             {name: own.counting_in(self.traffic.gathered) for name, own in self.communicators.items()},
-            overlap=settings.overlap_param_gather,
+            overlap=bool(settings.overlap_param_gather),
             prefetch=settings.prefetch,
-            aligned=settings.align_param_gather,
+            by_chunk=settings.overlap_param_gather == "by chunk",
         )
         self.gradients: Gradients
         if self.plan.options.memory == "params":
@@ -296,7 +296,7 @@ class Engine:
         return plan
 
     def _contract(self, control: ProcessGroup | None) -> Contract | None:
-        return Contract(control) if self.settings.check_collectives and control is not None else None
+        return Contract(control) if "collectives" in self.groups.checks and control is not None else None
 
     def _communicator(self, domain: Domain) -> Communicator:
         contract, made = self._contract(domain.control), self.groups.made

@@ -22,7 +22,7 @@ class GatherOrder:
         replicas: all buckets, by index.
         chunks: the pipeline chunk of each.
         prefetch: how many gathers may be under way beyond the one that is read; None means all.
-        aligned: whether all of a chunk is launched with its first bucket, and nothing of the next.
+        by_chunk: whether the first read of a chunk launches all of its gathers, and none of the next chunk.
         learns: whether modules tell in which order they run.
     """
 
@@ -32,11 +32,11 @@ class GatherOrder:
         chunks: Sequence[int],
         *,
         prefetch: int | None,
-        aligned: bool,
+        by_chunk: bool,
         learns: bool,
     ) -> None:
         self._replicas, self._chunks = replicas, chunks
-        self._prefetch, self._aligned = prefetch, aligned
+        self._prefetch, self._by_chunk = prefetch, by_chunk
         # In which order modules first asked for buckets: the true forward order, once it has been seen.
         self._asked: list[int] | None = [] if learns else None
         self._when_learned: list[Callable[[], object]] = []
@@ -52,7 +52,7 @@ class GatherOrder:
         """The position up to which gathers are launched once masters have moved."""
         self.reach = {index: min(position + ahead, last) for position, index in enumerate(self.sequence)}
         """The position up to which the reader of a bucket launches them."""
-        if self._aligned:
+        if self._by_chunk:
             # All of a chunk at once, and nothing of the next: the pipeline's stages run the same chunk together. Also
             # what nobody asked for in the first forward, and would come last.
             in_turn = list(dict.fromkeys(self._chunks[index] for index in self.sequence))

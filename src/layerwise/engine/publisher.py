@@ -45,7 +45,7 @@ class Publisher:
         *,
         overlap: bool,
         prefetch: int | None,
-        aligned: bool,
+        by_chunk: bool,
     ) -> None:
         self._storage = storage
         self._communicators = communicators
@@ -63,9 +63,9 @@ class Publisher:
             if op is not None:
                 self.due_nbytes[op.kind] += op.nbytes(communicators[replica.plan.domain].rank)
         chunks = [storage.plan.buffers[replica.plan.buffer].key.chunk for replica in storage.replicas]
-        self.order = GatherOrder(storage.replicas, chunks, prefetch=prefetch, aligned=aligned, learns=overlap)
+        self.order = GatherOrder(storage.replicas, chunks, prefetch=prefetch, by_chunk=by_chunk, learns=overlap)
         self.compiled = CompiledReads()
-        self._is_lazy = prefetch is not None or aligned
+        self._is_lazy = prefetch is not None or by_chunk
         self._process = os.getpid()
         self._guards = [self._guard(replica) for replica in storage.replicas] if overlap else []
         self._flights: dict[int, Handle] = {}
@@ -200,7 +200,7 @@ class Publisher:
         name = replica.plan.placements[0].fqn
         hint = (
             f"{name!r} is read on this rank, which waits for the other ranks to read it too. If they wait for this one, call "
-            "model.ensure() on every rank first, or pass prefetch=None to DataParallel."
+            "model.ensure() on every rank first, or build the DataParallel with overlap_param_gather=True."
         )
         try:
             with impatient(hint):

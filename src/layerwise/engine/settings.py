@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from layerwise.layout.options import DEFAULT_OPTIONS, Options, check_switch
 
-_SWITCHES = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "align_param_gather",
-    "check_collectives",
-    "check_replicas",
-)
+OverlapParamGather = bool | Literal["by chunk"]
+"""False: `step()` waits for the gathers. True: it launches all of them, and each bucket is waited for where it is read. "by chunk": the first read of a
+pipeline chunk launches the gathers of that chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +20,18 @@ class Settings:
     options: Options = DEFAULT_OPTIONS
     ties: Mapping[str, str] = field(default_factory=dict)
     overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = False
+    overlap_param_gather: OverlapParamGather = False
     prefetch: int | None = None
-    align_param_gather: bool = False
-    check_collectives: bool = False
+    """Gathers that may be under way beyond the one that is read; None means all. Internal: it has no argument."""
     check_replicas: bool = False
 
     def __post_init__(self) -> None:
-        for name in _SWITCHES:
+        for name in ("overlap_grad_reduce", "check_replicas"):
             check_switch(name, getattr(self, name))
-        ahead = self.prefetch
-        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
-            raise ValueError(f"prefetch must be a number of buckets, 0 or more, or None for all, got {ahead!r}.")
+        if self.overlap_param_gather not in (True, False, "by chunk"):
+            raise ValueError(
+                f"overlap_param_gather must be True, False or 'by chunk', got {self.overlap_param_gather!r}."
+            )
         if not isinstance(self.ties, Mapping) or not all(
             isinstance(text, str) and text for pair in self.ties.items() for text in pair
         ):

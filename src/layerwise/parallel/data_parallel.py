@@ -26,7 +26,7 @@ from layerwise.comm.sharded import refuse_first_fsdp
 from layerwise.config.habits import OF_DATA_PARALLEL, understands
 from layerwise.engine.engine import Engine
 from layerwise.engine.reducer import GradReducer
-from layerwise.engine.settings import Settings
+from layerwise.engine.settings import OverlapParamGather, Settings
 from layerwise.errors import StateError
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import Plan
@@ -42,10 +42,7 @@ from layerwise.models.tracing import never_traced
 from layerwise.parallel.watch import ensure_compiled, refuse_scripted, watch_forward
 from layerwise.routing.rules import RouteRule
 
-_SAME_EVERYWHERE = (
-    *("overlap_grad_reduce", "overlap_param_gather", "prefetch", "align_param_gather"),
-    *("check_collectives", "check_replicas"),
-)
+_SAME_EVERYWHERE = (*("overlap_grad_reduce", "overlap_param_gather", "check_replicas"),)
 """Settings that decide when collectives are issued, and are in no plan."""
 
 
@@ -85,16 +82,12 @@ class DataParallel(nn.Module):
             gradient memory that is idle in `step()`.
         overlap_grad_reduce: reduce full buckets while backward goes on. Params whose gradients stay away are waited for
             in eight backwards, and then no more.
-        overlap_param_gather: let the gathers of params run on under the next forward, which waits for each bucket just
-            before it reads it, instead of waiting in `step()`. Whatever else reads a weight waits for it too.
-        prefetch: how many buckets may be on their way ahead of the one that forward reads; None starts all of them in
-            `step()`. With a number a bucket arrives only once every rank has come near it, so all ranks must run the same
-            modules, and no rank may read weights alone: call `ensure()` on every rank before.
-        align_param_gather: start the gathers of a whole chunk with its first module, as interleaved pipelines want it.
+        overlap_param_gather: True: gathers of params run under the next forward, which waits for each bucket just before it
+            reads the bucket; any other reader of a weight waits for it too. False: `step()` waits for all gathers. "by chunk",
+            for interleaved pipelines: the first module of a chunk launches the gathers of that chunk, so all ranks must run
+            the same chunks; before one rank reads weights alone, call `ensure()` on every rank.
         bucket_mib: size of gradient buckets; None takes 40 M elements, or more on many ranks.
         grad_dtype: dtype in which gradients are accumulated and reduced.
-        check_collectives: before every collective compare across ranks what is about to happen; slow, for debugging.
-            Nothing is reduced during backward then.
         check_replicas: after every sync compare a hash of all weights across ranks; slow, for debugging.
     """
 
@@ -119,12 +112,9 @@ class DataParallel(nn.Module):
         shard_grads: bool = False,
         staging: Staging = "slots",
         overlap_grad_reduce: bool = True,
-        overlap_param_gather: bool = True,
-        prefetch: int | None = None,
-        align_param_gather: bool = False,
+        overlap_param_gather: OverlapParamGather = True,
         bucket_mib: float | None = None,
         grad_dtype: torch.dtype = torch.float32,
-        check_collectives: bool = False,
         check_replicas: bool = False,
     ) -> None:
         # Before there is a group over which ranks could tell each other.
@@ -162,9 +152,6 @@ class DataParallel(nn.Module):
                 ties={} if ties is None else ties,
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
-                prefetch=prefetch,
-                align_param_gather=align_param_gather,
-                check_collectives=check_collectives,
                 check_replicas=check_replicas,
             )
             if settings.ties and num_stages(mesh) == 1:
@@ -185,7 +172,7 @@ class DataParallel(nn.Module):
         )
         super().__init__()
         self.module = module if isinstance(module, nn.Module) else nn.ModuleList(chunks)
-        self.engine = Engine(chunks, arranged(everyone, mesh, checked=check_collectives), settings)
+        self.engine = Engine(chunks, arranged(everyone, mesh), settings)
         self.engine.spread_from_first()
         if overlap_param_gather:
             storage = self.engine.storage
@@ -255,8 +242,8 @@ class DataParallel(nn.Module):
         super().zero_grad(set_to_none)
 
     def ensure(self) -> None:
-        """Bring all weights up to date, with `overlap_param_gather`. Reading them does so as well, but with `prefetch` or
-        `align_param_gather` waits for the other ranks to read them too. Call it on every rank.
+        """Bring all weights up to date, with `overlap_param_gather`. A read of a weight does so as well, but "by chunk" it waits
+        for the other ranks to read it too. Call it on every rank.
 
         Forward on another CUDA stream than the one that brought weights up to date is ordered behind that. What reads them
         there by itself, outside of any module's forward, calls this on its stream first."""

@@ -347,8 +347,6 @@ def _wrapped(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
         staging=config.parallel.staging,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
-        prefetch=config.parallel.prefetch,
-        align_param_gather=config.parallel.chunks > 1 and config.parallel.prefetch is not None,
         bucket_mib=config.parallel.bucket_mib,
         grad_dtype=_DTYPES[config.parallel.grad_dtype],
     )

@@ -330,12 +330,12 @@ def test_misspelt_names_and_bad_values_are_reported_together(write: Callable[[st
         "[model]\nn_layers = -4\nd_modl = 3\nn_heads = 4\nn_kv_heads = 3\n[optim]\nlr = 'fast'\nbetas = [2.0, 0.1]\n"
         "[trian]\nsteps = 3\n[schedule]\nwarmup_steps = 100000\n"
     )
-    assert settings_problems(file, "--parallel.pp", "8", "--parallel.prefetch", "-1") == [
+    assert settings_problems(file, "--parallel.pp", "8", "--parallel.bucket-mib", "-1") == [
         "model.d_modl: unknown setting. Did you mean 'd_model'?",
         "optim.lr: expected a number, got 'fast'.",
         "trian: unknown section. Did you mean 'train'?",
         "model.n_layers: expected an integer from 1 to 10000, got -4.",
-        "parallel.prefetch: expected an integer from 0 to 1000000, got -1.",
+        "parallel.bucket_mib: expected a number above 0, or none, got -1.0.",
         "model.n_kv_heads: expected a divisor of n_heads=4, got 3: every key head serves the same number of query heads.",
         "optim.betas: expected two numbers from 0 up to, but not including, 1, got [2.0, 0.1].",
     ]

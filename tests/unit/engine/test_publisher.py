@@ -17,6 +17,7 @@ from layerwise.comm.handles import Handle
 from layerwise.engine.publisher import Publisher
 from layerwise.errors import StateError
 from layerwise.memory.replicas import Replica
+from tests import seams
 from tests.ranks import raised, run_ranks
 
 
@@ -41,7 +42,7 @@ class Work:
 
 def stale(error: Exception | None = None, prefetch: int | None = None) -> tuple[layerwise.DataParallel, Work]:
     """A model whose one bucket is under way."""
-    model = layerwise.DataParallel(nn.Linear(4, 4, bias=False), prefetch=prefetch)
+    model = seams.data_parallel(nn.Linear(4, 4, bias=False), prefetch=prefetch)
     (replica,) = model.engine.storage.replicas
     work = Work(replica, error)
     with mock.patch.object(Publisher, "_start", return_value=Handle("a gather", replica.weights, (), (work,))):
@@ -68,7 +69,7 @@ def test_a_gather_that_failed_leaves_no_weight_that_counts_as_new() -> None:
 def test_a_rank_that_reads_alone_is_told_what_it_waits_for(
     read: Callable[[layerwise.DataParallel], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hint = r"'weight' is read on this rank, which waits for the other ranks .* pass prefetch=None"
+    hint = r"'weight' is read on this rank, which waits for the other ranks .* overlap_param_gather=True"
     model, _ = stale(RuntimeError("timed out"), prefetch=1)
     with pytest.raises(StateError, match=hint):
         read(model)
@@ -163,7 +164,7 @@ class Half(nn.Module):
 
 
 def test_aligned_gathers_are_those_of_one_chunk_also_with_layers_that_nobody_runs() -> None:
-    model = layerwise.DataParallel([Half(), Half()], prefetch=1, align_param_gather=True, bucket_mib=0.0001)
+    model = seams.data_parallel([Half(), Half()], prefetch=1, overlap_param_gather="by chunk", bucket_mib=0.0001)
     optimizer = layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.1))
     first, second = model.engine.chunks
     for _ in range(2):

@@ -13,12 +13,13 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import layerwise
 from layerwise.errors import StateError
+from tests import seams
 from tests.worlds import Net, hash_tensors, net_loss
 
 
 def trained(**more: Any) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
     torch.manual_seed(3)
-    model = layerwise.DataParallel(Net(), **more)
+    model = seams.data_parallel(Net(), **more)
     return model, layerwise.Optimizer(model, matrix=layerwise.Muon(lr=0.1), other=layerwise.AdamW(lr=0.01))
 
 

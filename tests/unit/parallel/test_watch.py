@@ -20,6 +20,7 @@ from torch.func import functional_call, grad, vmap
 
 import layerwise
 from layerwise.engine.publisher import Publisher
+from tests import seams
 from tests.ranks import run_ranks
 from tests.regressions.transports import late_gathers
 from tests.worlds import Hyper, Net, rules
@@ -36,7 +37,7 @@ class Training:
     def __init__(self, build: Callable[[], nn.Module] = Net, **options: Any) -> None:
         torch.manual_seed(3)
         self.module = build().to(BF16)
-        self.model = layerwise.DataParallel(self.module, layout="flat", bucket_mib=1e-5, **options)
+        self.model = seams.data_parallel(self.module, layout="flat", bucket_mib=1e-5, **options)
         self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper()))
         self.replicas = self.model.engine.storage.replicas
 
@@ -223,7 +224,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.broad
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 1}, {"align_param_gather": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 0}, {"prefetch": 1}, {"overlap_param_gather": "by chunk"}], ids=str
+)
 def test_overlap_changes_no_bit(name: str, options: dict[str, Any]) -> None:
     run, twin = Training(MODELS[name], **options), sync(MODELS[name])
     for step in range(STEPS):

@@ -121,7 +121,10 @@ def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
             ("--parallel.fsdp", "2", "--parallel.bucket-mib", "4"),
             "parallel.bucket_mib: expected none with fsdp=2, got 4.0",
         ),
-        (("--parallel.fsdp", "2", "--parallel.prefetch", "1"), "parallel.prefetch: expected none with fsdp=2, got 1"),
+        (
+            ("--parallel.fsdp", "2", "--parallel.overlap-param-gather", "by chunk"),
+            "parallel.overlap_param_gather: expected true with fsdp=2, got by chunk",
+        ),
         (
             ("--parallel.fsdp", "2", "--parallel.overlap-grad-reduce", "false"),
             "parallel.overlap_grad_reduce: expected true with fsdp=2, got false",

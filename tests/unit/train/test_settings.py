@@ -31,7 +31,7 @@ PARALLEL: dict[str, Any] = {
     "shard_grads": True,
     "bucket_mib": 0.25,
     "overlap_grad_reduce": False,
-    "prefetch": 2,
+    "overlap_param_gather": "by chunk",
     "grad_dtype": "bf16",
 }
 OTHER_WAY: dict[str, Any] = {"layout": "flat", "overlap_param_gather": False, "staging": "gradients"}

@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Ranks wait for each other a third of the time: two tests at once fill two cores, and who is done first takes over from the other.
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all exhaustive test-gpu lint poison reliability clean
+.PHONY: train test test-all exhaustive test-gpu lint poison reliability bench-check clean
 
 train: $(READY)
 	$(BIN)/layerwise train configs/tiny.toml --nproc 2
@@ -41,6 +41,11 @@ poison: $(READY)
 # Every figure of the reliability board at full count, each with its control.
 reliability: $(READY)
 	$(BIN)/python -m tests.reliability all
+
+# Speed of two trees, measured in turn on a GPU: fails if NEW is more than 3 % slower. OLD and NEW are folders or git revisions; ARGS="--self" is the control.
+NEW ?= .
+bench-check:
+	$(PYTHON) benchmarks/bench_check.py --old "$(or $(OLD),$(error Name what to compare with: make bench-check OLD=<folder or git revision>))" --new "$(NEW)" $(ARGS)
 
 # torch is asked for by exact version first: any looser request may fetch a CUDA build of several gigabytes.
 $(READY): pyproject.toml constraints.txt

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise
+from layerwise import quant
 from layerwise.kernels.stored import stored_of
 from layerwise.kernels.torchao_mx import MXStorage
 from layerwise.memory.replicas import ReplicaState
@@ -93,7 +94,7 @@ def prepare(way: MXWay, *, at_use: bool = False) -> tuple[layerwise.DataParallel
             if isinstance(layer, nn.Linear):
                 layer.__class__, layer.how = LinearAtUse, way.how
     else:
-        layerwise.adopt(module, with_mx_weights(module, **way.how))
+        quant.adopt(module, with_mx_weights(module, **way.how))
     model = seams.data_parallel(
         module,
         layout=way.layout,

@@ -19,13 +19,9 @@ from layerwise.routing.split import Split
 if TYPE_CHECKING:
     from layerwise.checkpoint.folder import Checkpoints
     from layerwise.checkpoint.loading import load
-    from layerwise.checkpoint.saving import Saving, save
-    from layerwise.checkpoint.torch_planners import LoadPlanner, SavePlanner, TrainState
+    from layerwise.checkpoint.saving import save
     from layerwise.comm.joining import init
     from layerwise.engine.loss_scale import LossScale
-    from layerwise.kernels.foreign import register_quantized
-    from layerwise.kernels.stored import QuantizedStorage
-    from layerwise.models.adopting import adopt
     from layerwise.models.logits import record_logits
     from layerwise.models.quantizing import quantize
     from layerwise.optim.optimizer import Optimizer
@@ -38,51 +34,49 @@ __all__ = [
     "Checkpoints",
     "DataParallel",
     "Lion",
-    "LoadPlanner",
     "LossScale",
     "Muon",
     "NorMuon",
     "Optimizer",
     "QKClip",
-    "QuantizedStorage",
     "RouteRule",
-    "SavePlanner",
-    "Saving",
     "Split",
-    "TrainState",
     "__version__",
-    "adopt",
     "init",
     "load",
     "quantize",
     "record_logits",
-    "register_quantized",
     "save",
 ]
 
 _LAZY = {
     "Checkpoints": "layerwise.checkpoint.folder",
     "DataParallel": "layerwise.parallel.data_parallel",
-    "LoadPlanner": "layerwise.checkpoint.torch_planners",
     "LossScale": "layerwise.engine.loss_scale",
     "Optimizer": "layerwise.optim.optimizer",
-    "QuantizedStorage": "layerwise.kernels.stored",
-    "SavePlanner": "layerwise.checkpoint.torch_planners",
-    "Saving": "layerwise.checkpoint.saving",
-    "TrainState": "layerwise.checkpoint.torch_planners",
-    "adopt": "layerwise.models.adopting",
     "init": "layerwise.comm.joining",
     "load": "layerwise.checkpoint.loading",
     "quantize": "layerwise.models.quantizing",
     "record_logits": "layerwise.models.logits",
-    "register_quantized": "layerwise.kernels.foreign",
     "save": "layerwise.checkpoint.saving",
 }
+
+
+_MOVED = {
+    **dict.fromkeys(("LoadPlanner", "SavePlanner", "TrainState"), "layerwise.integrations.dcp"),
+    **dict.fromkeys(("adopt", "register_quantized", "QuantizedStorage"), "layerwise.quant"),
+    "Saving": "layerwise.checkpoint.saving",
+}
+"""Names that were here once, and the modules that have them now."""
 
 
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name == "quant":
+        return import_module("layerwise.quant")
+    if name in _MOVED:
+        raise AttributeError(f"layerwise.{name} has moved: write `from {_MOVED[name]} import {name}`.")
     close = "" if name.startswith("_") else did_you_mean(name, __all__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{close}")
 

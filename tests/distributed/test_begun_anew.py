@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import layerwise
+from layerwise.integrations.dcp import LoadPlanner, SavePlanner, TrainState
 from tests.marks import sampled
 from tests.ranks import run_ranks
 
@@ -84,11 +85,11 @@ def by_file(way: str, model: nn.Module, optimizer: layerwise.Optimizer, path: Pa
 
 
 def by_torch(way: str, model: nn.Module, optimizer: layerwise.Optimizer, path: Path, *, save: bool) -> None:
-    state = {"train": layerwise.TrainState(model, optimizer)}
+    state = {"train": TrainState(model, optimizer)}
     if save:
-        dcp.save(state, checkpoint_id=path, planner=layerwise.SavePlanner())
+        dcp.save(state, checkpoint_id=path, planner=SavePlanner())
     else:
-        dcp.load(state, checkpoint_id=path, planner=layerwise.LoadPlanner())
+        dcp.load(state, checkpoint_id=path, planner=LoadPlanner())
 
 
 def by_state_dict(way: str, model: nn.Module, optimizer: layerwise.Optimizer, path: Path, *, save: bool) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerwise
+from layerwise import quant
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.comm.leaving import take_back
@@ -309,7 +310,7 @@ def differences(
 
 def quantized(setup: Setup, module: nn.Module) -> nn.Module:
     if setup.recipe == "torchao":
-        made = layerwise.adopt(module, with_mx_weights(module, skip=("head.weight", *setup.skip), swizzled=True))
+        made = quant.adopt(module, with_mx_weights(module, skip=("head.weight", *setup.skip), swizzled=True))
     else:
         made = layerwise.quantize(module, setup.recipe, skip=setup.skip) if setup.recipe else module
     for fqn in setup.frozen:

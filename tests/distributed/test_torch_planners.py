@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import layerwise
+from layerwise.integrations.dcp import LoadPlanner, SavePlanner, TrainState
 from tests.ranks import run_ranks
 from tests.worlds import Case, deliver, gradient, hash_tensors
 
@@ -36,8 +37,8 @@ def build(layout: str, dtype: torch.dtype) -> tuple[layerwise.DataParallel, laye
 def first(rank: int, world: int, layout: str, dtype: torch.dtype, path: str) -> str:
     model, optimizer = build(layout, dtype)
     steps(model, optimizer, range(3))
-    state = layerwise.TrainState(model, optimizer)
-    dcp.save({"train": state, "note": {"epoch": 7}}, checkpoint_id=path, planner=layerwise.SavePlanner())
+    state = TrainState(model, optimizer)
+    dcp.save({"train": state, "note": {"epoch": 7}}, checkpoint_id=path, planner=SavePlanner())
     steps(model, optimizer, range(3, 6))
     return hash_tensors(model.module.parameters())
 
@@ -48,9 +49,9 @@ def second(rank: int, world: int, layout: str, dtype: torch.dtype, path: str) ->
         for param in model.module.parameters():
             param.add_(1.0)
     note = {"epoch": 0}
-    state = layerwise.TrainState(model, optimizer)
+    state = TrainState(model, optimizer)
     loaded = {"train": state, "note": note}
-    dcp.load(loaded, checkpoint_id=path, planner=layerwise.LoadPlanner())
+    dcp.load(loaded, checkpoint_id=path, planner=LoadPlanner())
     assert optimizer.engine.count.steps == 3
     steps(model, optimizer, range(3, 6))
     return hash_tensors(model.module.parameters()), loaded["note"]["epoch"]
@@ -86,9 +87,9 @@ def scaled(rank: int, world: int, path: str) -> list[list[float]]:
         optimizer.scale_loss(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    states = [layerwise.TrainState(*run) for run in runs]
-    dcp.save({"train": states[0]}, checkpoint_id=path, planner=layerwise.SavePlanner())
-    dcp.load({"train": states[1]}, checkpoint_id=path, planner=layerwise.LoadPlanner())
+    states = [TrainState(*run) for run in runs]
+    dcp.save({"train": states[0]}, checkpoint_id=path, planner=SavePlanner())
+    dcp.load({"train": states[1]}, checkpoint_id=path, planner=LoadPlanner())
     scalers = [optimizer.stepper.scaler for _, optimizer in runs]
     return [[*scaler.state_dict().values()] for scaler in scalers if scaler is not None]
 

@@ -51,7 +51,9 @@ def test_torch_distributed_is_used_in_comm_only() -> None:
         and (
             any(
                 used.startswith("torch.distributed")
-                and not (used.startswith(FORMATS) and name.startswith("checkpoint/torch_"))
+                and not (
+                    used.startswith(FORMATS) and (name.startswith("checkpoint/torch_") or name == "integrations/dcp.py")
+                )
                 for used in imported_names(tree)
             )
             or uses_attribute(tree, "torch", "distributed")
@@ -95,25 +97,18 @@ def test_the_public_names_are_pinned() -> None:
         "Checkpoints",
         "DataParallel",
         "Lion",
-        "LoadPlanner",
         "LossScale",
         "Muon",
         "NorMuon",
         "Optimizer",
         "QKClip",
-        "QuantizedStorage",
         "RouteRule",
-        "SavePlanner",
-        "Saving",
         "Split",
-        "TrainState",
         "__version__",
-        "adopt",
         "init",
         "load",
         "quantize",
         "record_logits",
-        "register_quantized",
         "save",
     ]
     assert all(getattr(layerwise, name) is not None for name in layerwise.__all__)

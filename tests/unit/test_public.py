@@ -3,6 +3,7 @@ libraries."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -39,7 +40,7 @@ def test_help_of_a_class_names_every_argument(kind: type) -> None:
 def test_every_public_class_of_ours_was_looked_at() -> None:
     assert {kind.__name__ for kind in public_classes()} == {
         *("AdaMuon", "AdamW", "Lion", "Muon", "NorMuon", "RouteRule", "Split", "AttentionHeads", "QKClip", "LossScale"),
-        *("DataParallel", "Optimizer", "Checkpoints", "Saving", "TrainState"),
+        *("DataParallel", "Optimizer", "Checkpoints"),
     }
 
 
@@ -58,6 +59,23 @@ def test_a_misspelt_name_gets_a_suggestion(name: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'. Did you mean '{meant}'\\?$"):
         getattr(layerwise, name)
     assert not hasattr(layerwise, "__wrapped__")
+
+
+@pytest.mark.parametrize(
+    "name", ["TrainState", "SavePlanner", "LoadPlanner", "adopt", "register_quantized", "QuantizedStorage", "Saving"]
+)
+def test_a_name_that_has_moved_says_where(name: str) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"layerwise\.{name} has moved: write `from layerwise\.(\S+) import {name}`"
+    ) as caught:
+        getattr(layerwise, name)
+    module = re.search(r"from (\S+) import", str(caught.value))
+    assert module is not None
+    assert hasattr(importlib.import_module(module[1]), name)
+
+
+def test_at_most_20_names_are_public() -> None:
+    assert len(layerwise.__all__) <= 20
 
 
 # ------------------------------------------------------------------------------------------------ habits

@@ -39,7 +39,7 @@ def adopt(module: nn.Module, values: Mapping[str, Tensor] | None = None, *, from
     if not wanted:
         raise ValueError(
             f"{type(module).__name__} has no weight to adopt: expected params that are quantised tensors of a known type. Make "
-            "other types known with layerwise.register_quantized()."
+            "other types known with layerwise.quant.register_quantized()."
         )
     made: dict[tuple[str, ...], nn.Parameter] = {}
     problems: dict[str, str] = {}
@@ -101,7 +101,7 @@ def _storage_of(param: nn.Parameter) -> QuantizedStorage:
     storage = None if adapter is None else adapter(param.detach())
     if not isinstance(storage, QuantizedStorage):
         raise TypeError(
-            f"the adapter of {type(param).__name__} returned a {type(storage).__name__}: expected all of layerwise.QuantizedStorage."
+            f"the adapter of {type(param).__name__} returned a {type(storage).__name__}: expected all of layerwise.quant.QuantizedStorage."
         )
     if tuple(storage.shape) != tuple(param.shape):
         raise ValueError(f"its adapter has shape {tuple(storage.shape)} for it, expected {tuple(param.shape)}")
@@ -155,8 +155,10 @@ def refuse_foreign(modules: Sequence[nn.Module], param_gather: str) -> None:
 
 def not_adopted(fqn: str, param: Tensor) -> TypeError:
     """The error for a param that is somebody's quantised tensor as it was."""
-    known = "" if adapter_of(param) is not None else "make its type known with layerwise.register_quantized() and "
+    known = (
+        "" if adapter_of(param) is not None else "make its type known with layerwise.quant.register_quantized() and "
+    )
     return TypeError(
         f"param {fqn!r} is a {type(param).__name__}, a tensor that is made of others: what a step leaves would not reach it. To train "
-        f"it, {known}call layerwise.adopt(module, values) first; else have a plain tensor in its place."
+        f"it, {known}call layerwise.quant.adopt(module, values) first; else have a plain tensor in its place."
     )

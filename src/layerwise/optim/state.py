@@ -225,7 +225,7 @@ class _Saved(NamedTuple):
             if key not in state_dict and not (key == KEY and steps):
                 raise ValueError(
                     f"state dict has no {key!r}: expected one that layerwise.Optimizer.state_dict() wrote. torch's get_state_dict() "
-                    "leaves out what is not its own: of a DataParallel save layerwise.TrainState with torch.distributed.checkpoint, "
+                    "leaves out what is not its own: of a DataParallel save layerwise.integrations.dcp.TrainState with torch.distributed.checkpoint, "
                     "or call layerwise.save() and load()."
                 )
         # torch's distributed checkpoints know of state and param groups only.

@@ -75,7 +75,7 @@ class DataParallel(nn.Module):
         param_sync: "gather", or "broadcast", which sends every piece on its own: slow, to compare with.
         param_gather: what is kept of params that `layerwise.quantize()` has made codes of. "quantized": codes alone; a gather
             brings bf16 to idle gradient memory, and every rank makes codes of it. "bf16": what the gather brings, and codes
-            are made whenever they are used; the same bits, to compare with. Of params that `layerwise.adopt()` has taken over
+            are made whenever they are used; the same bits, to compare with. Of params that `layerwise.quant.adopt()` has taken over
             there are codes alone.
         shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
         staging: where the exchange of matrices has its staging memory: "slots" of its own, or "gradients", which leases

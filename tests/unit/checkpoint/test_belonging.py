@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import layerwise
 from layerwise.comm import waiting
 from layerwise.errors import CheckpointError
+from layerwise.integrations.dcp import LoadPlanner, SavePlanner, TrainState
 from tests.ranks import run_ranks
 
 
@@ -97,11 +98,11 @@ def test_an_optimizer_within_what_a_framework_has_around_it_is_the_same(tmp_path
     around: Any = Around(optimizer)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     layerwise.save(tmp_path / "one", model, around)
-    taken = layerwise.TrainState(model, around)
-    dcp.save({"train": taken}, checkpoint_id=tmp_path / "two", planner=layerwise.SavePlanner())
+    taken = TrainState(model, around)
+    dcp.save({"train": taken}, checkpoint_id=tmp_path / "two", planner=SavePlanner())
     for load in (
         lambda: layerwise.load(tmp_path / "one", model, around),
-        lambda: dcp.load({"train": taken}, checkpoint_id=tmp_path / "two", planner=layerwise.LoadPlanner()),
+        lambda: dcp.load({"train": taken}, checkpoint_id=tmp_path / "two", planner=LoadPlanner()),
     ):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()

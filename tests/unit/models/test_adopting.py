@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise
+from layerwise import quant
 from layerwise.errors import StateError
 from layerwise.kernels import foreign
 from layerwise.kernels.foreign import Adopted
@@ -54,7 +55,7 @@ def registry() -> Iterator[None]:
 def test_forward_is_torchaos_own_and_gradients_are_of_what_its_codes_stand_for(how: dict[str, Any]) -> None:
     values = random(40, 96)  # rows need be no multiple of a block
     expected = to_mx(values, **how)
-    weight = layerwise.adopt(layer(values, **how), {"weight": values}).weight
+    weight = quant.adopt(layer(values, **how), {"weight": values}).weight
     assert weight.requires_grad
     assert (weight.dtype, weight.shape) == (torch.bfloat16, values.shape)
     x = random(3, 5, 96, seed=2).requires_grad_()
@@ -74,7 +75,7 @@ def test_what_the_tensor_was_is_rewritten_in_place_and_copies_are_apart() -> Non
     values, other = random(32, 64), random(32, 64, seed=2)
     module = layer(values)
     tensor = module.weight
-    weight = layerwise.adopt(module, module_values := {"weight": values}).weight
+    weight = quant.adopt(module, module_values := {"weight": values}).weight
     apart = copy.deepcopy(weight)
     with torch.no_grad():
         weight.copy_(other)
@@ -88,7 +89,7 @@ def test_what_the_tensor_was_is_rewritten_in_place_and_copies_are_apart() -> Non
 
 
 def test_a_weight_that_moved_between_forward_and_backward_is_refused() -> None:
-    weight = layerwise.adopt(layer(random(32, 64)), from_codes=True).weight
+    weight = quant.adopt(layer(random(32, 64)), from_codes=True).weight
     out = F.linear(random(4, 64).requires_grad_(), weight)
     with torch.no_grad():
         weight.zero_()
@@ -116,7 +117,7 @@ def test_tied_weights_stay_one_and_the_table_knows_their_bytes() -> None:
     module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).bfloat16()
     before = with_mx_weights(module)
     module[1].weight = module[0].weight
-    layerwise.adopt(module, {"1.weight": before["0.weight"]})
+    quant.adopt(module, {"1.weight": before["0.weight"]})
     assert module[0].weight is module[1].weight
     (spec,) = param_table(module)
     assert spec.recipe == "torchao mx e4m3 of 32, floor scales"
@@ -124,7 +125,7 @@ def test_tied_weights_stay_one_and_the_table_knows_their_bytes() -> None:
 
 
 def test_codes_are_a_beginning_where_it_is_said() -> None:
-    weight = layerwise.adopt(layer(random(32, 64)), from_codes=True).weight
+    weight = quant.adopt(layer(random(32, 64)), from_codes=True).weight
     stored = stored_of(weight)
     assert stored is not None
     assert torch.equal(stored.take_given("weight"), to_mx(random(32, 64)).dequantize(torch.bfloat16))
@@ -203,7 +204,7 @@ def test_what_cannot_be_trained_is_refused_by_name_and_left_as_it_was(name: str)
     weight = module.weight
     before = [getattr(weight, part).clone() for part in ("qdata", "scale") if hasattr(weight, part)]
     with pytest.raises(ValueError, match=said) as caught:
-        layerwise.adopt(module, values)
+        quant.adopt(module, values)
     assert "weight" in str(caught.value)
     assert module.weight is weight
     after = [getattr(weight, part) for part in ("qdata", "scale") if hasattr(weight, part)]
@@ -215,7 +216,7 @@ def test_what_cannot_be_trained_is_refused_by_name_and_left_as_it_was(name: str)
 def test_codes_are_no_values() -> None:
     module = layer(random(32, 64))
     with pytest.raises(ValueError, match="what is given for it is a MXTensor, expected a plain tensor of bf16 values"):
-        layerwise.adopt(module, module.state_dict())
+        quant.adopt(module, module.state_dict())
 
 
 def test_scales_that_other_rules_made_are_seen_in_the_codes() -> None:
@@ -223,7 +224,7 @@ def test_scales_that_other_rules_made_are_seen_in_the_codes() -> None:
     module = layer(random(32, 64), mode="rceil")
     module.weight.act_quant_kwargs.scaling_mode = to_mx(random(32, 64)).act_quant_kwargs.scaling_mode
     with pytest.raises(ValueError, match="or it was quantised by other rules"):
-        layerwise.adopt(module, GIVEN)
+        quant.adopt(module, GIVEN)
 
 
 def test_nobody_trains_them_before_they_are_adopted() -> None:
@@ -231,13 +232,13 @@ def test_nobody_trains_them_before_they_are_adopted() -> None:
         module = nn.Sequential(layer(random(32, 64)))
         module[0].weight.requires_grad_(trainable)
         with pytest.raises(
-            TypeError, match=r"param '0.weight' is a MXTensor, .* call layerwise.adopt\(module, values\)"
+            TypeError, match=r"param '0.weight' is a MXTensor, .* call layerwise.quant.adopt\(module, values\)"
         ):
             layerwise.DataParallel(module)
     rules = {"matrix": layerwise.Muon(lr=0.1), "other": layerwise.AdamW(lr=0.1)}
     with pytest.raises(TypeError, match=r"param '0.weight' is a MXTensor"):
         layerwise.Optimizer(module, **rules)
-    layerwise.adopt(module, {"0.weight": random(32, 64)})
+    quant.adopt(module, {"0.weight": random(32, 64)})
     with pytest.raises(ValueError, match=r"param '0.weight' is quantised .torchao mx"):
         layerwise.Optimizer(module, **rules)
     with pytest.raises(
@@ -305,27 +306,29 @@ def halves() -> nn.Linear:
 
 @pytest.mark.usefixtures("registry")
 def test_other_types_are_refused_until_they_are_known_and_what_is_known_is_checked() -> None:
-    with pytest.raises(TypeError, match=r"param '0.weight' is a Halves, .* layerwise.register_quantized\(\) and call"):
+    with pytest.raises(
+        TypeError, match=r"param '0.weight' is a Halves, .* layerwise.quant.register_quantized\(\) and call"
+    ):
         layerwise.DataParallel(nn.Sequential(halves()))
     with pytest.raises(ValueError, match="has no weight to adopt"):
-        layerwise.adopt(halves(), GIVEN)
-    layerwise.register_quantized(Halves, lambda tensor: tensor)
+        quant.adopt(halves(), GIVEN)
+    quant.register_quantized(Halves, lambda tensor: tensor)
     with pytest.raises(
-        TypeError, match=r"adapter of Halves returned a Halves: expected all of layerwise.QuantizedStorage"
+        TypeError, match=r"adapter of Halves returned a Halves: expected all of layerwise.quant.QuantizedStorage"
     ):
-        layerwise.adopt(halves(), GIVEN)
-    layerwise.register_quantized(Halves, Dithered)
+        quant.adopt(halves(), GIVEN)
+    quant.register_quantized(Halves, Dithered)
     with pytest.raises(ValueError, match="other codes of the same values"):
-        layerwise.adopt(halves(), GIVEN)
-    layerwise.register_quantized(Halves, HalvesStorage)
-    weight = layerwise.adopt(halves(), GIVEN).weight
+        quant.adopt(halves(), GIVEN)
+    quant.register_quantized(Halves, HalvesStorage)
+    weight = quant.adopt(halves(), GIVEN).weight
     assert torch.equal(weight.detach() * 1, random(32, 64).to(torch.float8_e4m3fn).bfloat16())
 
 
 @pytest.mark.usefixtures("registry")
 def test_values_that_a_type_has_kept_are_what_masters_begin_with_and_then_let_go_of() -> None:
-    layerwise.register_quantized(Halves, KeepsValues)
-    module = nn.Sequential(layerwise.adopt(halves()))
+    quant.register_quantized(Halves, KeepsValues)
+    module = nn.Sequential(quant.adopt(halves()))
     stored = stored_of(module[0].weight)
     assert isinstance(stored, Adopted)
     assert stored.storage.given is not None
@@ -339,6 +342,6 @@ def test_values_that_a_type_has_kept_are_what_masters_begin_with_and_then_let_go
 @pytest.mark.parametrize("kind", [Tensor, nn.Parameter, int, "MXTensor"])
 def test_only_types_of_tensors_of_their_own_can_be_made_known(kind: Any) -> None:
     with pytest.raises(TypeError, match="kind"):
-        layerwise.register_quantized(kind, HalvesStorage)
+        quant.register_quantized(kind, HalvesStorage)
     with pytest.raises(TypeError, match="adapter must be callable"):
-        layerwise.register_quantized(Halves, None)  # type: ignore[arg-type]
+        quant.register_quantized(Halves, None)  # type: ignore[arg-type]

@@ -1,9 +1,11 @@
-"""For who calls torch.distributed.checkpoint themselves: the same tensors under the same names, as something that it can save and
-load. Flat shards are no tensors that it knows, so it needs the two planners here.
+"""Checkpoints by torch.distributed.checkpoint, called by the user: `TrainState` has the tensors of `layerwise.save` under the same names. DCP does not know
+flat shards, so a save and a load need the planners of this module.
 
-    state = layerwise.TrainState(model, optimizer)
-    dcp.save({"train": state}, checkpoint_id=path, planner=layerwise.SavePlanner())
-    dcp.load({"train": state}, checkpoint_id=path, planner=layerwise.LoadPlanner())
+    from layerwise.integrations.dcp import LoadPlanner, SavePlanner, TrainState
+
+    state = TrainState(model, optimizer)
+    dcp.save({"train": state}, checkpoint_id=path, planner=SavePlanner())
+    dcp.load({"train": state}, checkpoint_id=path, planner=LoadPlanner())
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.shards import Held, Ranks, ShardPlan
 from layerwise.layout.spans import Span
-from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, plan_storage
+from layerwise.layout.storage import REDUCERS, plan_storage
 from layerwise.layout.work import WorkPlan, plan_work
 from layerwise.routing.geometry import Box, collapse
 from layerwise.routing.matrices import Matrix
@@ -122,7 +122,7 @@ def divisors(world: int) -> list[int]:
 @st.composite
 def plans(draw: st.DrawFn, *layouts: str) -> Plan:
     """A plan in one of these layouts, or in any, with buckets and cohorts small enough that there are several of each,
-    and with all ways to reduce and to publish. Experts live on all ranks or on some."""
+    and with all ways to reduce. Experts live on all ranks or on some."""
     world, layout = draw(worlds), draw(st.sampled_from(layouts or LAYOUTS))
     reducer = draw(st.sampled_from(REDUCERS if not layout.startswith("replicated") else REDUCERS[:1]))
     return make_plan(
@@ -133,7 +133,6 @@ def plans(draw: st.DrawFn, *layouts: str) -> Plan:
             bucket_numel=draw(st.sampled_from([1, 64, 200, 500, 2000])),
             cohort_numel=draw(st.sampled_from([1, 32, 200, 10_000])),
             reducer=reducer,
-            param_sync=draw(st.sampled_from(PARAM_SYNCS)),
         ),
         world=world,
         worlds={"expert": draw(st.sampled_from(divisors(world)))},

@@ -98,7 +98,6 @@ class Way:
     shard_grads: bool = False
     staging: str = "slots"
     grad_overlap: bool = True
-    param_sync: str = "gather"
     checked: bool = False
     compared: bool = False
     dtype: torch.dtype = torch.float32
@@ -134,7 +133,6 @@ class Way:
             shard_grads=False,
             staging="slots",
             grad_overlap=False,
-            param_sync="gather",
             checked=False,
         )
 
@@ -162,7 +160,6 @@ class Way:
             mesh=mesh,
             layout=self.layout,
             reducer=self.reducer,  # type: ignore[arg-type]
-            param_sync=self.param_sync,  # type: ignore[arg-type]
             shard_grads=self.shard_grads,
             staging=self.staging,  # type: ignore[arg-type]
             overlap_grad_reduce=self.grad_overlap,
@@ -510,7 +507,7 @@ def _arriving_late(start: Callable[[Tensor], Handle], full: Tensor, mine: Sequen
 @contextmanager
 def transport(*, late: bool, pause: Callable[[], None] = lambda: None, drop: int | None = None) -> Iterator[None]:
     """Collectives that pause, gathers that bring nothing before they are waited for, and one of them, with `drop`, that nobody waits for."""
-    gather, uneven, broadcast = Communicator.all_gather, Communicator.uneven_all_gather, Communicator.broadcast_parts
+    gather, uneven = Communicator.all_gather, Communicator.uneven_all_gather
     waited, landed = Handle.wait, Arrival.wait
     waits = iter(range(10**9))
 
@@ -530,13 +527,6 @@ def transport(*, late: bool, pause: Callable[[], None] = lambda: None, drop: int
         mine = [slice(before, before + numels[self.rank])]
         return _arriving_late(lambda scratch: uneven(self, op, scratch, numels), full, mine)
 
-    def broadcast_parts(self: Communicator, op: Any, full: Tensor, parts: Sequence[tuple[int, slice]]) -> Handle:
-        pause()
-        if not late or self.world == 1:
-            return broadcast(self, op, full, parts)
-        mine = [part for source, part in parts if source == self.rank]
-        return _arriving_late(lambda scratch: broadcast(self, op, scratch, parts), full, mine)
-
     def wait(self: Handle) -> Tensor:
         pause()
         return waited(self)
@@ -549,7 +539,6 @@ def transport(*, late: bool, pause: Callable[[], None] = lambda: None, drop: int
         for owner, name, new in (
             (Communicator, "all_gather", all_gather),
             (Communicator, "uneven_all_gather", uneven_all_gather),
-            (Communicator, "broadcast_parts", broadcast_parts),
             (Handle, "wait", wait),
             (Arrival, "wait", wait_arrival),
         ):

@@ -70,9 +70,6 @@ def _memory() -> Iterator[tuple[str, Steps]]:
             leased = {"staging": "gradients"}
             yield f"{layout} staging in gradients", Steps(world=world, layout=layout, wrapping=leased)
     for world in (2, 3):
-        for layout in ("flat", "padded", "compact", "auto"):
-            sent = {"param_sync": "broadcast"}
-            yield f"{layout} broadcast", Steps(world=world, layout=layout, wrapping=sent, dtype=BF16)
         yield "flat one cohort", Steps(world=world, cohort_numel=None, dtype=BF16)
         yield "flat one bucket", Steps(world=world, model="net", wrapping={"check_replicas": True})
 

@@ -230,17 +230,16 @@ def arrangement(layout: str, reducer: str = "collective", *, zero2: bool = False
 
 
 CHECKED = {"check_collectives": True}
-SENT = {"param_sync": "broadcast"}
 
 # Every layout with every reducer, with and without released gradients; experts, stages, ties, chunks, dtypes and rules spread over them.
 ARRANGED: dict[int, list[Arrangement]] = {
     2: [
-        arrangement("flat", dtype=BF16, chunks=2, options=SENT),
+        arrangement("flat", dtype=BF16, chunks=2),
         arrangement("flat", "ordered", ep=2, options=CHECKED),
         arrangement("flat", "ordered_bf16", matrix="normuon", chunks=2),
         arrangement("flat", zero2=True, ep=2, dtype=BF16),
         arrangement("padded", zero2=True, chunks=2, matrix="normuon"),
-        arrangement("compact", "ordered", zero2=True, options=SENT, matrix="adamw"),
+        arrangement("compact", "ordered", zero2=True, matrix="adamw"),
         arrangement("auto", pp=2, tied="embedding", zero2=True, dtype=BF16),
         arrangement("replicated", ep=2, dtype=BF16, matrix="normuon"),
         arrangement("padded", "ordered_bf16", pp=2, tied="matrix", chunks=2),
@@ -248,13 +247,13 @@ ARRANGED: dict[int, list[Arrangement]] = {
     3: [
         arrangement("flat", "ordered", zero2=True, dtype=BF16, matrix="normuon"),
         arrangement("padded", "ordered", ep=3, chunks=2),
-        arrangement("compact", "ordered_bf16", dtype=BF16, options=SENT),
+        arrangement("compact", "ordered_bf16", dtype=BF16),
         arrangement("compact", ep=3, matrix="adamw", options=CHECKED),
         arrangement("auto", "ordered_bf16", zero2=True, chunks=2),
         arrangement("padded:reference", zero2=True, options=CHECKED),
     ],
     4: [
-        arrangement("flat", zero2=True, pp=2, tied="embedding", ep=2, dtype=BF16, options=SENT),
+        arrangement("flat", zero2=True, pp=2, tied="embedding", ep=2, dtype=BF16),
         arrangement("padded", pp=2, ep=2, tied="matrix", matrix="normuon"),
         arrangement("compact", "ordered", pp=2, tied="matrix", chunks=2),
         arrangement("flat", "ordered_bf16", zero2=True, ep=2, options=CHECKED),

@@ -81,11 +81,6 @@ WAYS: dict[str, tuple[int, Arrangement]] = {
             options={"shard_grads": True, "reducer": "ordered_bf16", "overlap_grad_reduce": False}, accumulation=2
         ),
     ),
-    "broadcast": (3, Arrangement(options={"param_sync": "broadcast"}, dtype=BF16)),
-    "broadcast, 2 stages, tied, experts of its own each": (
-        4,
-        Arrangement(options={"param_sync": "broadcast"}, pp=2, ep=2, tied="embedding"),
-    ),
     "checked": (4, Arrangement(options={"check_collectives": True}, ep=2, pp=2)),
     "checked, ordered, released": (
         3,
@@ -181,7 +176,6 @@ def test_what_auto_chooses_matches_the_oracle_bitwise(world: int, arrangement: A
         "ordered_bf16, 2 stages, tied",
         "released gradients, 2 stages, tied, two chunks",
         "released gradients, ordered",
-        "broadcast",
         "checked, ordered, released",
     ),
 )
@@ -212,7 +206,7 @@ def test_the_cases_cover_what_they_are_meant_to() -> None:
         (FP16, FP16),
     }
     assert {a.options.get("reducer", "collective") for _, a in every} == {"collective", "ordered", "ordered_bf16"}
-    for name in ("shard_grads", "param_sync", "check_collectives"):
+    for name in ("shard_grads", "check_collectives"):
         assert sum(name in a.options for _, a in every) >= 2
     assert {world for world, _ in every} >= {1, 2, 3, 4}
     assert {a.pp for _, a in every if a.tied == "embedding"} >= {2, 3}
@@ -246,7 +240,6 @@ def test_sums_in_the_order_of_ranks_do_not_depend_on_buckets_overlap_or_released
         gaussian(options=options, bucket_mib=None),
         gaussian(options=options | {"overlap_grad_reduce": False}),
         gaussian(options=options | {"shard_grads": True}),
-        gaussian(options=options | {"param_sync": "broadcast"}),
     ]
     found = {digest for case in others for digest in run_ranks(3, hashes_by_layout, case, ("padded",))[0].values()}
     assert len(found) == 1

@@ -43,10 +43,10 @@ def ways(world: int, *prefetches: int | None, **fields: object) -> list[Way]:
 
 WAYS: list[Way] = [
     *ways(2, None, 0, 1, 3, layout="flat", checkpointing=True),
-    *ways(2, 1, layout="flat", dtype=BF16, shard_grads=True, param_sync="broadcast", nonfinite="raise"),
+    *ways(2, 1, layout="flat", dtype=BF16, shard_grads=True, nonfinite="raise"),
     *ways(2, 1, None, layout="padded", dtype=BF16, ep=2, shuffled=True),
     *ways(2, None, 0, layout="compact", dtype=BF16, chunks=2, staging="gradients"),
-    *ways(2, 3, layout="replicated", param_sync="broadcast"),
+    *ways(2, 3, layout="replicated"),
     *ways(2, 1, None, layout="auto", ep=2, chunks=2, reducer="ordered", shard_grads=True),
     *ways(3, 0, None, layout="flat", dtype=BF16, chunks=2, reducer="ordered_bf16"),
     *ways(3, None, layout="padded", checked=True, grad_overlap=False, matrix="normuon"),

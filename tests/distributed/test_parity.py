@@ -441,9 +441,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("compact", {"reducer": "ordered"}),
     ("padded", {"shard_grads": True}),
     ("compact", {"shard_grads": True, "reducer": "ordered"}),
-    ("padded", {"param_sync": "broadcast"}),
     ("flat", {"shard_grads": True, "reducer": "ordered"}),
-    ("compact", {"param_sync": "broadcast"}),
     ("padded", {"reducer": "ordered"}),
 ]
 

@@ -54,7 +54,6 @@ class Setup:
     reducer: str = "collective"
     shard_grads: bool = False
     staging: str = "slots"
-    param_sync: str = "gather"
     matrix: str = "muon"
     other: str = "adamw"
     cohort_numel: int = 200
@@ -327,7 +326,6 @@ def build(setup: Setup, module: nn.Module, **more: Any) -> tuple[layerwise.DataP
             reducer=setup.reducer,  # type: ignore[arg-type]
             shard_grads=setup.shard_grads,
             staging=setup.staging,  # type: ignore[arg-type]
-            param_sync=setup.param_sync,  # type: ignore[arg-type]
             param_gather=setup.param_gather,  # type: ignore[arg-type]
             bucket_mib=setup.bucket_mib,
             **more,
@@ -358,7 +356,6 @@ def setups_of(layout: str, world: int) -> list[Setup]:
     everything += [replace(base, matrix=matrix) for matrix in MATRIX if matrix != "muon"]
     everything += [
         replace(base, other="lion", matrix="normuon"),
-        replace(base, param_sync="broadcast"),
         replace(base, cohort_numel=10**6),
         replace(base, cohort_numel=1),
         replace(base, staging="gradients"),
@@ -478,7 +475,6 @@ def recipes_of(layout: str, world: int) -> list[Setup]:
         replace(base, frozen=("up.weight",), recipe="torchao"),
         replace(base, grad_dtype=torch.bfloat16),
         replace(base, reducer="ordered", shard_grads=True),
-        replace(base, param_sync="broadcast"),
         replace(base, staging="gradients"),
     ]
     return [setup for setup in everything if not setup.is_refused(world)]

@@ -26,7 +26,6 @@ MORE = {
     "gradients released, gathers waited for": Way(overlap=False, options=(("shard_grads", True),)),
     "gradients released, padded, experts": Way("padded", experts=2, options=(("shard_grads", True),)),
     "ordered sums": Way(options=(("reducer", "ordered"),)),
-    "broadcasts": Way(options=(("param_sync", "broadcast"),)),
     "one bucket ahead": Way(options=(("prefetch", 1),)),
     "staging in gradients": Way(options=(("staging", "gradients"),)),
     "blockwise": Way(recipe="blockwise", experts=2),

@@ -111,7 +111,6 @@ def test_with_our_own_products_homes_that_batch_differently_give_the_same_master
         {"layout": "flat", "reducer": "ordered_bf16"},
         {"layout": "flat", "shard_grads": True},
         {"layout": "padded", "shard_grads": True, "reducer": "ordered"},
-        {"layout": "compact", "param_sync": "broadcast"},
         {"layout": "auto"},
     ],
     ids=lambda options: ", ".join(map(str, options.values())),

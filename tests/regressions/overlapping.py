@@ -134,7 +134,7 @@ def every_part_is_waited_for(rank: int, world: int) -> list[str]:
     shapes = [(4, 4), (5, 3), (7, 5), (6, 9), (3, 3)]
     found: list[str] = []
     with late_gathers():
-        for options in ({}, {"prefetch": 1}, {"param_sync": "broadcast"}):
+        for options in ({}, {"prefetch": 1}):
             case = worlds.Case(shapes=shapes, layout="compact", options=options, steps=2)
             found = found or compared(rank, world, case)
     return found

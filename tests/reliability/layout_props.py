@@ -34,7 +34,7 @@ from layerwise.layout.intervals import Uneven
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.spans import Span
-from layerwise.layout.storage import PARAM_SYNCS, REDUCERS
+from layerwise.layout.storage import REDUCERS
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable
 from layerwise.routing.split import row_blocks
 from tests.strategies import divisors, named, random_param, random_sizes
@@ -167,7 +167,6 @@ def planned(seed: int, *, reordered: bool = False) -> Plan:
         reducer=reducer,
         bucket_numel=rng.choice([1, 64, 300, 1000, 5000, 10**6]),
         cohort_numel=rng.choice([1, 50, 1000, 10**6]),
-        param_sync=rng.choice(PARAM_SYNCS),
     )
     if reordered:
         table = ParamTable(tuple(rng.sample(table.params, len(table))))

@@ -246,10 +246,6 @@ _bad_argument(
 )
 _bad_argument("no reducer at all", ValueError, {"reducer": None}, "reducer must be one of collective", "None")
 _bad_argument("a list of reducers", ValueError, {"reducer": ["ordered"]}, "reducer must be one of", "['ordered']")
-_bad_argument(
-    "an unknown param sync", ValueError, {"param_sync": "brodcast"}, "param_sync", "Did you mean 'broadcast'?"
-)
-_bad_argument("a param sync that is no string", ValueError, {"param_sync": 3}, "param_sync must be one of", "3")
 _bad_argument("a bucket size that is NaN", ValueError, {"bucket_mib": math.nan}, "bucket_mib", "positive number", "nan")
 _bad_argument(
     "a bucket size without end",
@@ -1252,7 +1248,6 @@ _arguments_of_ranks(
 )
 _arguments_of_ranks("compact on one rank", ({"layout": "compact"}, {"layout": "flat"}), "layout", "'compact' against")
 _arguments_of_ranks("another reducer on one rank", ({}, {"reducer": "ordered"}), "reducer", "'ordered'")
-_arguments_of_ranks("another param sync on one rank", ({}, {"param_sync": "broadcast"}), "publisher", "'broadcast'")
 _arguments_of_ranks(
     "sharded gradients on one rank", ({"layout": "flat"}, {"layout": "flat", "shard_grads": True}), "shard_grads"
 )

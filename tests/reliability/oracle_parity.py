@@ -86,7 +86,6 @@ WAYS: list[dict[str, Any]] = [
     {"shard_grads": True},
     {"shard_grads": True, "reducer": "ordered"},
     {"shard_grads": True, "reducer": "ordered_bf16", "overlap_grad_reduce": False},
-    {"param_sync": "broadcast"},
     {"check_collectives": True},
 ]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

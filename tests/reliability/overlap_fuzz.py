@@ -78,7 +78,6 @@ def way_of(seed: int) -> Way:
         shard_grads=releases,
         staging="slots" if releases else random.choice(("slots", "gradients")),
         grad_overlap=random.random() < 0.8,
-        param_sync=random.choice(("gather", "gather", "gather", "broadcast")),
         checked=random.random() < 0.1,
         compared=random.random() < 0.1,
         dtype=random.choice((torch.float32, torch.bfloat16)),

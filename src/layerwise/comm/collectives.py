@@ -112,14 +112,6 @@ class Communicator:
         stretches = torch.split(full, list(numels))
         return self._broadcasts(op, full, [(source, part) for source, part in enumerate(stretches) if part.numel()])
 
-    def broadcast_parts(self, op: CommOp, full: Tensor, parts: Sequence[tuple[int, slice]]) -> Handle:
-        """Each (source, part) of `full` from its source to all, one by one."""
-        pieces = [(source, full[part]) for source, part in parts]
-        numels = [(source, int(piece.storage_offset()), piece.numel()) for source, piece in pieces]
-        self._check(_name(op), "broadcast", full, op=op, parts=numels)
-        self._count("broadcast", sum(wire_nbytes("broadcast", piece.nbytes, self.world) for _, piece in pieces))
-        return self._broadcasts(op, full, pieces)
-
     def _broadcasts(self, op: CommOp, full: Tensor, pieces: Sequence[tuple[int, Tensor]]) -> Handle:
         """Pieces of `full`, from their sources, as views that nobody else keeps."""
         if self.group is None or self.world == 1:
@@ -268,13 +260,9 @@ class Communicator:
 
     def _expected_numel(self, op: CommOp) -> int | None:
         """Elements that the call must bring; None where only its ranks know."""
-        match op.kind:
-            case "all_to_all":
-                return op.sent[self.rank]
-            case "broadcast":
-                return None  # the parts are the schedule's, the tensor holds padding too
-            case _:
-                return None if op.phase == "tie" else op.numel
+        if op.kind == "all_to_all":
+            return op.sent[self.rank]
+        return None if op.phase == "tie" else op.numel
 
     def _found_numel(self, tensor: Tensor, splits: tuple[tuple[int, ...], tuple[int, ...]] | None) -> int:
         """Elements of the call, without what an all-to-all keeps here."""

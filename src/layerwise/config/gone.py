@@ -8,6 +8,7 @@ GONE: Mapping[str, str] = {
     "prefetch": "leave it out; all gathers are launched in step(), or those of a chunk with overlap_param_gather='by chunk'",
     "align_param_gather": "write overlap_param_gather='by chunk'",
     "check_collectives": "set LAYERWISE_DEBUG=collectives in the environment of every rank",
+    "param_sync": "leave it out; new weights always travel in one gather per bucket",
 }
 """Name of a setting -> what to do instead, as the end of a sentence."""
 

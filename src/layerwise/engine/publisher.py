@@ -28,7 +28,6 @@ from layerwise.comm.waiting import impatient
 from layerwise.engine.compiled import CompiledReads
 from layerwise.engine.gather_order import GatherOrder
 from layerwise.errors import StateError
-from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.schedule import CommOp, publish_op
 from layerwise.memory.replicas import Replica
 from layerwise.memory.stale import StaleGuard
@@ -219,19 +218,6 @@ class Publisher:
     def _start(self, replica: Replica, message: Tensor, op: CommOp) -> Handle:
         """Launch a bucket's gather, in place: the message is this rank's part of where it lands."""
         communicator = self._communicators[replica.plan.domain]
-        match replica.plan.publisher:
-            case "uneven_all_gather":
-                return communicator.uneven_all_gather(op, replica.landing, replica.plan.shard_numels())
-            case "broadcast":
-                return communicator.broadcast_parts(op, replica.landing, _all_spans(replica.plan))
-            case _:
-                return communicator.all_gather(op, message, replica.landing)
-
-
-def _all_spans(plan: BucketPlan) -> list[tuple[int, slice]]:
-    """Every span of a bucket with the rank that owns it, as parts of the bucket."""
-    found: list[tuple[int, slice]] = []
-    for rank in range(plan.world):
-        start = plan.shard_part(rank).start
-        found.extend((rank, slice(start + span.part.start, start + span.part.stop)) for span in plan.spans(rank))
-    return found
+        if replica.plan.publisher == "uneven_all_gather":
+            return communicator.uneven_all_gather(op, replica.landing, replica.plan.shard_numels())
+        return communicator.all_gather(op, message, replica.landing)

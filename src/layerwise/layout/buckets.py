@@ -55,7 +55,7 @@ class Placement:
 
 ReduceKind = Literal["reduce_scatter", "all_reduce", "ordered", "ordered_bf16", "none"]
 """What becomes of a bucket's gradient. none: there is none, since somebody else reduces the params' own."""
-PublishKind = Literal["all_gather", "uneven_all_gather", "broadcast", "none"]
+PublishKind = Literal["all_gather", "uneven_all_gather", "none"]
 
 
 @dataclass(frozen=True)

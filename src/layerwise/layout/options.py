@@ -14,7 +14,7 @@ from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
 from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, NewtonSchulz
 from layerwise.layout.slots import STAGINGS, Staging
-from layerwise.layout.storage import PARAM_GATHERS, PARAM_SYNCS, REDUCERS, ParamGather, ParamSync, Reducer
+from layerwise.layout.storage import PARAM_GATHERS, REDUCERS, ParamGather, Reducer
 from layerwise.layout.work import DEFAULT_COHORT_NUMEL
 from layerwise.routing.evidence import Evidence
 from layerwise.routing.rules import RouteRule
@@ -57,8 +57,6 @@ class Options:
     """Elements of matrices per rank that are exchanged together."""
     reducer: Reducer = "collective"
     """How gradients are summed."""
-    param_sync: ParamSync = "gather"
-    """How new weights reach all ranks."""
     param_gather: ParamGather = "quantized"
     """What is kept of params that `layerwise.quantize()` has made codes of."""
     shard_grads: bool = False
@@ -87,7 +85,6 @@ class Options:
         if self.cohort_numel < 1:
             raise ValueError(f"the cohort size must be at least one element, got {self.cohort_numel}.")
         _check_choice("reducer", self.reducer, REDUCERS)
-        _check_choice("param_sync", self.param_sync, PARAM_SYNCS)
         _check_choice("param_gather", self.param_gather, PARAM_GATHERS)
         _check_choice("tp_mode", self.tp_mode, TP_MODES)
         _check_choice("memory", self.memory, MEMORIES)

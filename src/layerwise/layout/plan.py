@@ -326,7 +326,6 @@ def compare_plans(
                 layout=layout,
                 bucket_numel=options.bucket_numel,
                 reducer=options.reducer if options.gradients == "buckets" else "none",
-                param_sync=options.param_sync,
                 param_gather=options.param_gather,
                 cost=options.cost,
             )

@@ -21,7 +21,7 @@ from layerwise.layout.shards import ShardPlan
 from layerwise.layout.work import WorkPlan
 
 Phase = Literal["reduce", "tie", "stats", "exchange", "return", "logits", "publish"]
-Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather", "uneven_all_gather", "broadcast"]
+Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather", "uneven_all_gather"]
 
 
 def wire_nbytes(kind: Kind, nbytes: int, world: int) -> int:
@@ -33,8 +33,6 @@ def wire_nbytes(kind: Kind, nbytes: int, world: int) -> int:
             return share
         case "all_reduce":
             return 2 * share
-        case "broadcast":
-            return nbytes if world > 1 else 0
         case "all_to_all" | "uneven_all_gather":
             raise ValueError(f"ranks send different amounts in {kind}: each op lists them.")
 
@@ -127,9 +125,6 @@ def publish_op(bucket: BucketPlan, dtype: DType) -> CommOp | None:
             return CommOp(
                 "publish", "uneven_all_gather", bucket.label, dtype, bucket.numel, bucket.world, sent, bucket.domain
             )
-        case "broadcast":
-            numel = sum(placement.numel for placement in bucket.placements)
-            return CommOp("publish", "broadcast", bucket.label, dtype, numel, bucket.world, domain=bucket.domain)
         case "all_gather":
             return CommOp(
                 "publish", "all_gather", bucket.label, dtype, bucket.numel, bucket.world, domain=bucket.domain

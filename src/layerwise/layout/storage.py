@@ -20,9 +20,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout, LayoutFacts, Packing
+from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout, Packing
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
-from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferKey, BufferPlan, Placement, PublishKind
+from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferKey, BufferPlan, Placement
 from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
 from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.ownership import owners_of
@@ -36,10 +36,6 @@ REDUCERS: tuple[Reducer, ...] = ("collective", "ordered", "ordered_bf16")
 """How gradients are summed over ranks. collective: by reduce-scatter or all-reduce, whichever the layout needs.
 ordered: all-to-all, then a sum in fp32 in the order of ranks, whose bits depend on neither layout nor algorithm.
 ordered_bf16: the same with bf16 on the wire, rounded stochastically."""
-
-ParamSync = Literal["gather", "broadcast"]
-PARAM_SYNCS: tuple[ParamSync, ...] = ("gather", "broadcast")
-"""How new weights reach all ranks. broadcast sends every span on its own: slow, obvious, for comparison."""
 
 GRAD_SLOTS = 2
 """Full-size gradients that are kept per buffer where gradients are released once reduced: one fills while the one
@@ -171,7 +167,6 @@ def plan_storage(
     layout: Layout | Mapping[BufferGroup, Layout],
     bucket_numel: int | None,
     reducer: Reducer | Literal["none"] = "collective",
-    param_sync: ParamSync = "gather",
     param_gather: ParamGather = "quantized",
     cost: NewtonSchulz = DEFAULT_COST,
 ) -> tuple[BufferPlan, ...]:
@@ -202,7 +197,7 @@ def plan_storage(
             case "packed":
                 cuts[key] = _cut_packed(params, size, world, routes, key.facts.packing, cost)
     recipes = {param.fqn: param.recipe for param in table if param.recipe and param_gather == "quantized"}
-    return _number_buckets(cuts, table, reducer, param_sync, recipes)
+    return _number_buckets(cuts, table, reducer, recipes)
 
 
 def _for_all(groups: Iterable[BufferGroup], layout: Layout) -> dict[BufferGroup, Layout]:
@@ -211,15 +206,10 @@ def _for_all(groups: Iterable[BufferGroup], layout: Layout) -> dict[BufferGroup,
     return {group: layout if group.family == "matrix" else beside for group in groups}
 
 
-def _publisher_of(facts: LayoutFacts, param_sync: ParamSync) -> PublishKind:
-    return "broadcast" if param_sync == "broadcast" and facts.publishes != "none" else facts.publishes
-
-
 def _number_buckets(
     cuts: Mapping[BufferKey, Sequence[_Cut]],
     table: ParamTable,
     reducer: Reducer | Literal["none"],
-    param_sync: ParamSync,
     recipes: Mapping[str, str],
 ) -> tuple[BufferPlan, ...]:
     """Number all buckets by when their last gradient is due: the one order in which every rank reduces them."""
@@ -244,7 +234,7 @@ def _number_buckets(
                     shards=cut.shards,
                     work=key.facts.work,
                     reducer=key.facts.reduces if reducer == "collective" else reducer,
-                    publisher=_publisher_of(key.facts, param_sync),
+                    publisher=key.facts.publishes,
                     placements=_with_recipes(cut.placements, recipes),
                     tie=tie_of.get(cut.placements[0].fqn, ""),
                 )

@@ -31,7 +31,7 @@ from layerwise.errors import StateError
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import Plan
 from layerwise.layout.slots import Staging
-from layerwise.layout.storage import ParamGather, ParamSync, Reducer
+from layerwise.layout.storage import ParamGather, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
 from layerwise.models.adopting import refuse_foreign
@@ -72,7 +72,6 @@ class DataParallel(nn.Module):
         reducer: how gradients are summed: "collective" as the layout needs, "ordered" in fp32 in the order of ranks,
             so that bits do not depend on the layout, "ordered_bf16" likewise with bf16 on the wire, rounded
             stochastically.
-        param_sync: "gather", or "broadcast", which sends every piece on its own: slow, to compare with.
         param_gather: what is kept of params that `layerwise.quantize()` has made codes of. "quantized": codes alone; a gather
             brings bf16 to idle gradient memory, and every rank makes codes of it. "bf16": what the gather brings, and codes
             are made whenever they are used; the same bits, to compare with. Of params that `layerwise.quant.adopt()` has taken over
@@ -107,7 +106,6 @@ class DataParallel(nn.Module):
         process_group: ProcessGroup | None = None,
         ties: Mapping[str, str] | None = None,
         reducer: Reducer = "collective",
-        param_sync: ParamSync = "gather",
         param_gather: ParamGather = "quantized",
         shard_grads: bool = False,
         staging: Staging = "slots",
@@ -142,7 +140,6 @@ class DataParallel(nn.Module):
                 grad_dtype=dtype,
                 bucket_numel=bucket_numel_of(bucket_mib, dtype),
                 reducer=reducer,
-                param_sync=param_sync,
                 param_gather=param_gather,
                 shard_grads=shard_grads,
                 staging=staging,

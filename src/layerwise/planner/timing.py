@@ -19,14 +19,7 @@ from layerwise.planner.rules import Rules
 PHASES: tuple[Phase, ...] = ("reduce", "tie", "stats", "exchange", "return", "publish")
 """The phases that communicate, in order."""
 
-KINDS: tuple[Kind, ...] = (
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "all_gather",
-    "uneven_all_gather",
-    "broadcast",
-)
+KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather", "uneven_all_gather")
 """Kinds of collectives, about in the order in which a step has them."""
 
 

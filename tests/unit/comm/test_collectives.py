@@ -41,8 +41,6 @@ def test_one_rank_takes_the_same_path_and_sends_nothing() -> None:
     assert alone.all_to_all(op("all_to_all", numel=0, sent=(0,)), nothing, nothing, [0], [0]).wait().numel() == 0
     whole = alone.uneven_all_gather(op("uneven_all_gather", sent=(0,)), values.clone(), [12]).wait()
     assert torch.equal(whole, values)
-    parts = [(0, slice(0, 5)), (0, slice(5, 12))]
-    assert torch.equal(alone.broadcast_parts(op("broadcast"), values.clone(), parts).wait(), values)
     alone.broadcast(values, label="bucket 7")
     assert set(alone.sent_nbytes.values()) == {0}
 
@@ -88,10 +86,6 @@ WRONG_CALLS: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "an even gather where an uneven one is due": (
         lambda comm: comm.all_gather(op("uneven_all_gather", sent=(0,)), ones(), ones()),
         "the schedule has a uneven_all_gather here, the call is a all_gather",
-    ),
-    "parts of another dtype": (
-        lambda comm: comm.broadcast_parts(op("broadcast"), ones(dtype=torch.float16), [(0, slice(0, 12))]),
-        "dtype fp32, the tensor torch.float16",
     ),
     "an all-to-all that sends more than was planned": (
         lambda comm: comm.all_to_all(op("all_to_all", sent=(0,)), ones(), ones(), [11, 1], [12]),
@@ -192,33 +186,24 @@ def test_one_process_agrees_with_itself_and_keeps_its_own_errors() -> None:
 
 
 STRETCHES = [5, 0, 7]
-PARTS = [(2, slice(0, 4)), (0, slice(4, 5)), (2, slice(6, 12))]
-"""Who sends what; element 5 is padding that nobody sends."""
 
 
-def spread(
-    rank: int, world: int, dtype: torch.dtype
-) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
-    """Every rank's own values into its stretch, and into its parts; what all of them end with, and what was counted."""
+def spread(rank: int, world: int, dtype: torch.dtype) -> tuple[list[float], dict[str, int], dict[str, int]]:
+    """Every rank's own values into its stretch: the whole tensor afterwards, the bytes counted, and the bytes planned."""
     comm = Communicator(dist.group.WORLD)
     plain = DType.FP32 if dtype == torch.float32 else DType.BF16
     sent = tuple(NUMEL - STRETCHES[(other + 1) % world] for other in range(world))
     gather = op("uneven_all_gather", dtype=plain, world=world, sent=sent)
-    send = op("broadcast", dtype=plain, numel=11, world=world)
     full = (torch.arange(NUMEL) + 100 * rank).to(dtype)
     gathered = comm.uneven_all_gather(gather, full, STRETCHES).wait()
     assert gathered.data_ptr() == full.data_ptr()  # in place
-    parts = comm.broadcast_parts(send, (torch.arange(NUMEL) + 100 * rank).to(dtype), PARTS).wait()
-    predicted = {"uneven_all_gather": gather.nbytes(rank), "broadcast": send.nbytes(rank)}
-    return gathered.float().tolist(), parts.float().tolist(), dict(comm.sent_nbytes), predicted
+    return gathered.float().tolist(), dict(comm.sent_nbytes), {"uneven_all_gather": gather.nbytes(rank)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_uneven_stretches_and_single_parts_reach_all_ranks_also_those_that_own_nothing(dtype: torch.dtype) -> None:
-    for rank, (gathered, parts, counted, predicted) in enumerate(run_ranks(3, spread, dtype)):
+def test_uneven_stretches_reach_all_ranks_also_those_that_own_nothing(dtype: torch.dtype) -> None:
+    for gathered, counted, predicted in run_ranks(3, spread, dtype):
         assert gathered == [0, 1, 2, 3, 4, *(200 + index for index in range(5, 12))]
-        own = 100 * rank + 5
-        assert parts == [200, 201, 202, 203, 4, own, *(200 + index for index in range(6, 12))]
         assert counted == predicted
 
 
@@ -230,7 +215,6 @@ def spread_in_pair(rank: int, world: int) -> list[float]:
     comm = Communicator(pair)
     full = torch.arange(4.0) + 10 * rank
     comm.uneven_all_gather(op("uneven_all_gather", numel=4, world=2, sent=(3, 1)), full, [1, 3]).wait()
-    comm.broadcast_parts(op("broadcast", numel=1, world=2), full, [(0, slice(0, 1))]).wait()
     last = torch.tensor([float(rank)])
     comm.broadcast(last, label="x", source=1)
     return [*full.tolist(), *last.tolist()]
@@ -241,19 +225,15 @@ def test_sources_are_numbers_within_their_group() -> None:
     assert run_ranks(4, spread_in_pair) == [[], found, [], found]
 
 
-def differ_in_parts(rank: int, world: int, kind: str) -> str:
+def differ_in_stretches(rank: int, world: int) -> str:
     """Two ranks that agree on the bucket and not on who owns what in it."""
     comm = Communicator(dist.group.WORLD, Contract(dist.new_group()))
     full = torch.arange(float(NUMEL))
-    if kind == "uneven_all_gather":
-        stretches, sent = ([8, 4], (8, 4)) if rank == 0 else ([4, 8], (4, 8))
-        entry = op(kind, world=world, sent=sent)
-        return raised(lambda: comm.uneven_all_gather(entry, full, stretches).wait())
-    parts = [(0, slice(0, 6)), (1, slice(6, 12))]
-    return raised(lambda: comm.broadcast_parts(op(kind, world=world), full, parts if rank == 0 else parts[::-1]).wait())
+    stretches, sent = ([8, 4], (8, 4)) if rank == 0 else ([4, 8], (4, 8))
+    entry = op("uneven_all_gather", world=world, sent=sent)
+    return raised(lambda: comm.uneven_all_gather(entry, full, stretches).wait())
 
 
-@pytest.mark.parametrize("kind", ["uneven_all_gather", "broadcast"])
-def test_ranks_that_disagree_about_stretches_or_parts_are_stopped(kind: str) -> None:
-    for answer in run_ranks(2, differ_in_parts, kind):
+def test_ranks_that_disagree_about_stretches_are_stopped() -> None:
+    for answer in run_ranks(2, differ_in_stretches):
         assert answer.startswith("ContractError")

@@ -41,7 +41,11 @@ def test_rules_cannot_be_changed_from_behind() -> None:
             ValueError,
             "reducer must be one of collective, ordered, ordered_bf16, got 'orderd'. Did you mean 'ordered'?",
         ),
-        ({"param_sync": ["gather"]}, ValueError, "param_sync must be one of gather, broadcast, got ['gather']."),
+        (
+            {"reducer": ["ordered"]},
+            ValueError,
+            "reducer must be one of collective, ordered, ordered_bf16, got ['ordered'].",
+        ),
         ({"staging": "slot"}, ValueError, "staging must be one of slots, gradients, got 'slot'. Did you mean 'slots'?"),
     ],
 )

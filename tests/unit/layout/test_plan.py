@@ -118,7 +118,6 @@ def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_shards(plan: P
         lambda: small_plan(layout="padded"),
         lambda: small_plan(layout="compact"),
         lambda: small_plan(reducer="ordered"),
-        lambda: small_plan(param_sync="broadcast"),
         lambda: small_plan(shard_grads=True),
         lambda: small_plan(worlds={"expert": 2}),
         lambda: small_plan(ranks=8),
@@ -140,7 +139,6 @@ def test_homes_and_places_do_not_depend_on_the_order_of_routes_or_shards(plan: P
         "layout padded",
         "layout compact",
         "reducer",
-        "param sync",
         "sharded gradients",
         "expert world",
         "ranks",
@@ -279,7 +277,6 @@ def test_auto_is_the_default_and_the_name_of_no_layout_of_a_buffer() -> None:
             {"reducer": "order"},
             "reducer must be one of collective, ordered, ordered_bf16, got 'order'. Did you mean 'ordered'?",
         ),
-        ({"param_sync": 3}, "param_sync must be one of gather, broadcast, got 3."),
         ({"bucket_numel": 0}, "the bucket size must be at least one element, got 0."),
     ],
 )

@@ -13,7 +13,7 @@ from layerwise.layout.exchange import exchange_for
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.layout.schedule import staggered, wire_nbytes
-from layerwise.layout.storage import PARAM_SYNCS, REDUCERS, ParamSync, Reducer
+from layerwise.layout.storage import REDUCERS, Reducer
 from layerwise.layout.work import WorkPlan
 from layerwise.routing.spec import ParamTable, table_of
 from tests.strategies import LIGHT, plans, tables
@@ -86,7 +86,6 @@ class Recount:
 
     plan: Plan
     ranks: dict[str, int]
-    param_sync: str
     stages: int = 2
 
     def bytes_by_collective(self, stats_numel: int) -> dict[str, int]:
@@ -127,9 +126,6 @@ class Recount:
         world, size, numels = bucket.world, buffer.key.dtype.itemsize, self.shard_numels(bucket)
         if buffer.key.layout.startswith("replicated") or world == 1:
             return {}
-        if self.param_sync == "broadcast":
-            held = sum(span.numel for rank in range(world) for span in bucket.spans(rank))
-            return {"broadcast": held * size}
         if buffer.key.layout == "compact":
             successor = (self.ranks[bucket.domain] + 1) % world
             return {"uneven_all_gather": (sum(numels) - numels[successor]) * size}
@@ -140,12 +136,11 @@ class Recount:
 @given(plans(), st.integers(0, 5))
 def test_bytes_by_collective_equal_an_independent_count(plan: Plan, stats_numel: int) -> None:
     schedule = plan.schedule(stats_numel=stats_numel)
-    sync = "broadcast" if any(bucket.publisher == "broadcast" for bucket in plan.buckets) else "gather"
     for rank in range(plan.world):
         # Ranks with the same experts are those at the same place among the others.
         ranks = {domain: rank % world for domain, world in plan.world_by_domain.items()}
         found = schedule.bytes_by_collective(ranks)
-        expected = Recount(plan, ranks, sync).bytes_by_collective(stats_numel)
+        expected = Recount(plan, ranks).bytes_by_collective(stats_numel)
         assert {kind: nbytes for kind, nbytes in found.items() if nbytes} == expected
 
 
@@ -165,7 +160,7 @@ def test_stages_of_a_pipeline_count_in_the_stats_and_in_the_sums_of_ties(
     for rank in range(world):
         ranks = dict.fromkeys(plan.world_by_domain, rank)
         found = plan.schedule(stats_numel=6).bytes_by_collective(ranks)
-        expected = Recount(plan, ranks, "gather", stages).bytes_by_collective(6)
+        expected = Recount(plan, ranks, stages).bytes_by_collective(6)
         assert {kind: nbytes for kind, nbytes in found.items() if nbytes} == expected
 
 
@@ -205,9 +200,9 @@ BY_HAND: dict[str, tuple[dict[str, str], dict[str, int]]] = {
         {"reducer": "ordered"},
         {"all_to_all": 128 * 4, "all_reduce": STATS, "all_gather": 128 * 2},
     ),
-    "compact, ordered_bf16, broadcast": (
-        {"reducer": "ordered_bf16", "param_sync": "broadcast"},
-        {"all_to_all": 128 * 2, "all_reduce": STATS, "broadcast": 256 * 2},
+    "compact, ordered_bf16": (
+        {"reducer": "ordered_bf16"},
+        {"all_to_all": 128 * 2, "all_reduce": STATS, "uneven_all_gather": 128 * 2},
     ),
 }
 
@@ -229,10 +224,10 @@ def test_bytes_of_uneven_shards_are_all_but_the_successors() -> None:
 
 
 @LIGHT
-@given(tables(), st.sampled_from(LAYOUTS), st.sampled_from(REDUCERS), st.sampled_from(PARAM_SYNCS))
-def test_a_world_of_one_sends_nothing(table: ParamTable, layout: str, reducer: Reducer, param_sync: ParamSync) -> None:
+@given(tables(), st.sampled_from(LAYOUTS), st.sampled_from(REDUCERS))
+def test_a_world_of_one_sends_nothing(table: ParamTable, layout: str, reducer: Reducer) -> None:
     untied = ParamTable(tuple(replace(param, tie="") for param in table))
-    alone = make_plan(untied, Options(layout=layout, reducer=reducer, param_sync=param_sync, bucket_numel=300), world=1)
+    alone = make_plan(untied, Options(layout=layout, reducer=reducer, bucket_numel=300), world=1)
     assert set(alone.schedule(stats_numel=9).bytes_by_collective(0).values()) <= {0}
 
 
@@ -268,9 +263,7 @@ def test_an_op_is_found_by_phase_and_label() -> None:
     assert schedule.find("publish", "bucket 1") is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("reduce_scatter", 75), ("all_gather", 75), ("all_reduce", 150), ("broadcast", 100)]
-)
+@pytest.mark.parametrize(("kind", "expected"), [("reduce_scatter", 75), ("all_gather", 75), ("all_reduce", 150)])
 def test_wire_bytes_follow_the_bandwidth_optimal_algorithm(kind: str, expected: int) -> None:
     assert wire_nbytes(kind, 100, 4) == expected  # type: ignore[arg-type]
     assert wire_nbytes(kind, 100, 1) == 0  # type: ignore[arg-type]

@@ -251,7 +251,7 @@ def test_every_buckets_collectives_follow_from_its_own_layout(plan: Plan) -> Non
         reduces = "all_reduce" if is_whole else "reduce_scatter"
         assert bucket.reducer == (reduces if plan.options.reducer == "collective" else plan.options.reducer)
         gathers = {"compact": "uneven_all_gather"}.get(buffer.key.layout, "all_gather")
-        assert bucket.publisher in (("none",) if buffer.key.layout.startswith("replicated") else (gathers, "broadcast"))
+        assert bucket.publisher == ("none" if buffer.key.layout.startswith("replicated") else gathers)
 
 
 @LIGHT

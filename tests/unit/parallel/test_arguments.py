@@ -34,7 +34,6 @@ ASKED: dict[str, Any] = {
     "rules": [RouteRule(pattern="weight", to="matrix")],
     "strict": True,
     "reducer": "ordered_bf16",
-    "param_sync": "broadcast",
     "param_gather": "bf16",
     "shard_grads": True,
     "staging": "slots",
@@ -53,7 +52,6 @@ def test_what_a_user_asks_for_arrives_in_the_plan() -> None:
         grad_dtype=DType.FP32,
         bucket_numel=131072,
         reducer="ordered_bf16",
-        param_sync="broadcast",
         param_gather="bf16",
         staging="gradients",
     )

@@ -96,7 +96,6 @@ class Way:
     aligned: bool = False
     reducer: str = "collective"
     shard_grads: bool = False
-    staging: str = "slots"
     grad_overlap: bool = True
     checked: bool = False
     compared: bool = False
@@ -131,7 +130,6 @@ class Way:
             layout="replicated",
             reducer="collective",
             shard_grads=False,
-            staging="slots",
             grad_overlap=False,
             checked=False,
         )
@@ -161,7 +159,6 @@ class Way:
             layout=self.layout,
             reducer=self.reducer,  # type: ignore[arg-type]
             shard_grads=self.shard_grads,
-            staging=self.staging,  # type: ignore[arg-type]
             overlap_grad_reduce=self.grad_overlap,
             overlap_param_gather="by chunk" if self.overlap and self.aligned else self.overlap,
             prefetch=self.prefetch,

@@ -257,7 +257,6 @@ def test_experts_of_a_mesh_are_whole_stacks(capsys: Captured) -> None:
         (("--tp", "2", "--layout", "flat"), "--layout: is for layerwise.DataParallel"),
         (("--tp", "2", "--reducer", "ordered"), "--reducer: is for layerwise.DataParallel"),
         (("--tp", "2", "--shard-grads"), "--shard-grads: is for layerwise.DataParallel"),
-        (("--tp", "2", "--staging", "gradients"), "--staging: is for layerwise.DataParallel"),
         (("--tp", "2", "--bucket-mib", "4"), "--bucket-mib: is for layerwise.DataParallel"),
     ],
 )

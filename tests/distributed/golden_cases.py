@@ -65,10 +65,6 @@ def _memory() -> Iterator[tuple[str, Steps]]:
                 f"{layout} shard_grads ordered",
                 Steps(world=world, layout=layout, wrapping=more, dtype=BF16, missing=True, accumulation=2),
             )
-    for world in (2, 3, 4):
-        for layout in ("flat", "padded", "compact", "replicated"):
-            leased = {"staging": "gradients"}
-            yield f"{layout} staging in gradients", Steps(world=world, layout=layout, wrapping=leased)
     for world in (2, 3):
         yield "flat one cohort", Steps(world=world, cohort_numel=None, dtype=BF16)
         yield "flat one bucket", Steps(world=world, model="net", wrapping={"check_replicas": True})
@@ -82,8 +78,6 @@ def _dtypes() -> Iterator[tuple[str, Steps]]:
     for layout in ("flat", "padded"):
         released: dict[str, Any] = {"shard_grads": True}
         yield f"{layout} bf16 released", Steps(world=3, layout=layout, grad_dtype=BF16, wrapping=released)
-    leased: dict[str, Any] = {"staging": "gradients"}
-    yield "flat bf16 leased", Steps(world=3, dtype=BF16, grad_dtype=BF16, wrapping=leased)
 
 
 def _rules() -> Iterator[tuple[str, Steps]]:

@@ -19,7 +19,7 @@ QUICK = (
     "layouts, world 4: compact fewer params than ranks",
     "reducers, world 3: flat ordered_bf16",
     "memory, world 2: flat shard_grads",
-    "memory, world 4: compact staging in gradients",
+    "memory, world 4: compact shard_grads ordered",
     "rules, world 3: flat adamuon",
     "clipping, world 2: padded loss scale",
     "overlap, world 2: compact overlap",

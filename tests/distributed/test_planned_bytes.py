@@ -53,7 +53,6 @@ class Setup:
     grad_dtype: torch.dtype = torch.float32
     reducer: str = "collective"
     shard_grads: bool = False
-    staging: str = "slots"
     matrix: str = "muon"
     other: str = "adamw"
     cohort_numel: int = 200
@@ -242,7 +241,7 @@ def sabotaged(optimizer: layerwise.Optimizer, what: str) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(Cohort, "unpack", hoarding))
             case "ring":  # a slot is larger than any passage
                 slots = optimizer.stepper.update.slots
-                slots.plan = slots.plan._replace(own_nbytes=slots.plan.own_nbytes + 64)
+                slots.plan = slots.plan._replace(nbytes=slots.plan.nbytes + 64)
             case "bytes":
                 average = Update.average
 
@@ -279,7 +278,7 @@ def differences(
     if optimizer.schedule != schedule:
         found.append("the optimizer has another schedule than was planned")
     slots = optimizer.stepper.update.slots
-    come_and_go = planned.slots - slots.plan.own_nbytes
+    come_and_go = planned.slots - slots.plan.nbytes
     with sabotaged(optimizer, setup.sabotage), watched(model, come_and_go - landing_nbytes(model)) as watch:
         for step in range(2):
             grads = {fqn: gradient(fqn, shape, rank, step, 0) for fqn, shape in shapes.items()}
@@ -325,7 +324,6 @@ def build(setup: Setup, module: nn.Module, **more: Any) -> tuple[layerwise.DataP
             grad_dtype=setup.grad_dtype,
             reducer=setup.reducer,  # type: ignore[arg-type]
             shard_grads=setup.shard_grads,
-            staging=setup.staging,  # type: ignore[arg-type]
             param_gather=setup.param_gather,  # type: ignore[arg-type]
             bucket_mib=setup.bucket_mib,
             **more,
@@ -358,8 +356,6 @@ def setups_of(layout: str, world: int) -> list[Setup]:
         replace(base, other="lion", matrix="normuon"),
         replace(base, cohort_numel=10**6),
         replace(base, cohort_numel=1),
-        replace(base, staging="gradients"),
-        replace(base, staging="gradients", grad_dtype=torch.bfloat16, cohort_numel=1000),
     ]
     return [setup for setup in everything if not setup.is_refused(world)]
 
@@ -420,7 +416,6 @@ def run_experts(rank: int, world: int, shape: tuple[int, int], setups: list[Setu
 @pytest.mark.parametrize("shape", [pytest.param((2, 2), marks=pytest.mark.slow), (1, 3)])
 def test_planned_bytes_of_experts_are_those_of_a_run(shape: tuple[int, int]) -> None:
     setups = [Setup(layout=layout, dtype=torch.bfloat16, matrix="normuon") for layout in ("auto", *LAYOUTS)]
-    setups += [Setup(layout="flat", staging="gradients"), Setup(layout="compact", staging="gradients")]
     setups += [Setup(reducer="ordered", layout=layout, shard_grads=True) for layout in ("flat", "padded", "compact")]
     found: list[list[str]] = run_ranks(shape[0] * shape[1], run_experts, shape, setups)
     assert [text for texts in found for text in texts] == []
@@ -475,7 +470,6 @@ def recipes_of(layout: str, world: int) -> list[Setup]:
         replace(base, frozen=("up.weight",), recipe="torchao"),
         replace(base, grad_dtype=torch.bfloat16),
         replace(base, reducer="ordered", shard_grads=True),
-        replace(base, staging="gradients"),
     ]
     return [setup for setup in everything if not setup.is_refused(world)]
 

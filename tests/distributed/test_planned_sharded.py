@@ -89,7 +89,7 @@ def differences(rank: int, world: int, text: str, name: str, rule: str, precisio
     shards = engine.storage.shards
     run.passes.train([run.loader.train_batch(1, 0)])
     grads = [local_of(param.grad) for param in run.model.parameters() if param.grad is not None]
-    with watched(SimpleNamespace(engine=engine), memory.slots - slots.plan.own_nbytes) as watch:
+    with watched(SimpleNamespace(engine=engine), memory.slots - slots.plan.nbytes) as watch:
         run.optimizer.step()
     is_fp32 = precision == "fp32"
     with shapes_only():

@@ -27,7 +27,6 @@ MORE = {
     "gradients released, padded, experts": Way("padded", experts=2, options=(("shard_grads", True),)),
     "ordered sums": Way(options=(("reducer", "ordered"),)),
     "one bucket ahead": Way(options=(("prefetch", 1),)),
-    "staging in gradients": Way(options=(("staging", "gradients"),)),
     "blockwise": Way(recipe="blockwise", experts=2),
     "blockwise, compact": Way("compact", recipe="blockwise"),
 }

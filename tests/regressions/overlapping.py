@@ -27,14 +27,13 @@ from layerwise.engine.exchanger import Cohort, Passage
 from layerwise.engine.publisher import Publisher
 from layerwise.engine.update import Update
 from layerwise.layout import slots as layout_slots
-from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommOp
-from layerwise.layout.slots import IdleRun, idle_runs
 from layerwise.memory.replicas import Replica, ReplicaState
 from layerwise.memory.slots import Slots
+from layerwise.memory.staged import StagedReplica
 from layerwise.memory.stale import StaleGuard
 from layerwise.parallel import data_parallel
-from tests import seams, worlds
+from tests import quantizing, seams, worlds
 from tests.arrangements import Arrangement
 from tests.ranks import raised
 from tests.regressions.cases import (
@@ -274,7 +273,7 @@ def staging_is_let_go(rank: int, world: int) -> list[str]:
                 found.append(f"rank {rank}: {_alive_nbytes() - most} bytes more after two more steps")
             if step % 2:
                 run.model.free_buffers()
-        if not run.optimizer.stepper.update.slots.plan.own_nbytes:
+        if not run.optimizer.stepper.update.slots.plan.nbytes:
             found.append("the scene has no staging memory")
         if (left := _alive_nbytes() - alive) > 0:
             found.append(f"rank {rank}: {left} bytes are still held after free_buffers()")
@@ -297,7 +296,7 @@ def slots_stay(rank: int) -> Any:
 def staging_grows(rank: int) -> Any:
     def growing(real: Callable[..., Any]) -> Callable[..., Any]:
         def open_(self: Slots) -> Any:
-            self.plan = self.plan._replace(own_nbytes=self.plan.own_nbytes + 64)
+            self.plan = self.plan._replace(nbytes=self.plan.nbytes + 64)
             return real(self)
 
         return open_
@@ -322,25 +321,40 @@ def gradients_are_left_alone(rank: int, world: int) -> list[str]:
     weights.
 
     Here params arrive where they are read, and a bucket's first gradient replaces what was there. Tested where both are
-    alive at once: new masters are loaded between backward and `step()`, so gathers run while reduced gradients wait. The
-    exchange may lease idle gradients, with `staging="gradients"`: not those that are needed, and they are zero afterwards.
+    alive at once: new masters are loaded between backward and `step()`, so gathers run while reduced gradients wait.
+    Gathers of params that are kept as codes land in the memory of idle gradients: not of those that are needed, and it is
+    zero afterwards.
     """
-    return _gathers_beside_gradients(rank) or _staged_in_gradients(rank, world)
+    return _gathers_beside_gradients(rank) or _gathers_in_idle_gradients(rank)
 
 
-def _staged_in_gradients(rank: int, world: int) -> list[str]:
-    def also(model: layerwise.DataParallel, optimizer: layerwise.Optimizer) -> list[str]:
-        slots = optimizer.stepper.update.slots
-        if not slots._borrowed:
-            return ["in the scene no gradients are leased"]
-        return ["leased gradients are not zero again"] if any(slot.any() for slot in slots._borrowed) else []
-
-    found: list[str] = []
+def _gathers_in_idle_gradients(rank: int) -> list[str]:
     for layout in ("flat", "padded"):
-        options = {"staging": "gradients"}
-        case = worlds.Case(layout=layout, cohort_numel=64, accumulation=2, missing=True, options=options, steps=3)
-        found = found or compared(rank, world, case, also if layout == "flat" else None)
-    return found
+        model, optimizer = quantizing.prepare(quantizing.Way(layout))
+        staged = [replica for replica in model.engine.storage.replicas if isinstance(replica, StagedReplica)]
+        for step in range(2):
+            tokens = quantizing.tokens_of(rank, step, 0)
+            model(tokens[:, :-1]).float().square().mean().backward()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict(part=True)))
+            before = [_copy_of(replica.grad) for replica in staged]
+            model.ensure()
+            found = [
+                f"rank {rank} step {step} {layout}: the needed gradient of {replica.plan.label} was lent to a gather"
+                for replica, was in zip(staged, before, strict=True)
+                if not torch.equal(was, _copy_of(replica.grad))
+            ]
+            optimizer.step()
+            optimizer.zero_grad()
+            lent = [replica for replica in staged if replica.is_lent]
+            if not lent:
+                found.append("in the scene no gradient is lent to a gather")
+            landed = [replica.landing for replica in lent]
+            model.ensure()
+            if any(memory.any() for memory in landed):
+                found.append(f"rank {rank} step {step} {layout}: lent gradients are not zero again")
+            if anywhere(found):
+                return found
+    return []
 
 
 def _gathers_beside_gradients(rank: int) -> list[str]:
@@ -393,26 +407,29 @@ def through_gradients(rank: int) -> Any:
     return in_place_of(Publisher, "_start", staged)
 
 
-def leased_gradients_stay_dirty(rank: int) -> Any:
-    def dirty(real: Callable[..., Any]) -> Callable[..., Any]:
-        @contextmanager
-        def open_(self: Slots) -> Iterator[None]:
-            borrowed = self._borrowed
-            with real(self):
-                yield
-                self._borrowed = ()
-            self._borrowed = borrowed
+def lent_gradients_stay_dirty(rank: int) -> Any:
+    def dirty(real: Callable[..., None]) -> Callable[..., None]:
+        def settle(self: StagedReplica) -> None:
+            landed, is_lent = self.landing, self.is_lent
+            values = landed.clone()
+            real(self)
+            if is_lent:
+                landed.copy_(values)
 
-        return open_
+        return settle
 
-    return in_place_of(Slots, "open", dirty)
+    return in_place_of(StagedReplica, "settle", dirty)
 
 
-def needed_gradients_are_leased(rank: int) -> Any:
-    def all_of_it(self: Plan, ranks: Any) -> Iterator[IdleRun]:
-        return idle_runs(self.buffers, ranks, keeps_shards=False)
+def needed_gradients_are_lent(rank: int) -> Any:
+    def careless(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def message(self: StagedReplica) -> Tensor:
+            self.holds_gradient = False
+            return real(self)
 
-    return mock.patch.object(Plan, "idle_runs", all_of_it)
+        return message
+
+    return in_place_of(StagedReplica, "message", careless)
 
 
 # ------------------------------------------------------------------------------------------------ under autograd
@@ -987,14 +1004,14 @@ CASES = (
                 seen_as=("was written by a gather", "weights of .* differ"),
             ),
             Mistake(
-                what="leased gradients are not zeroed again",
-                put_in=leased_gradients_stay_dirty,
-                seen_as="leased gradients are not zero again",
+                what="lent gradients are not zeroed again",
+                put_in=lent_gradients_stay_dirty,
+                seen_as="lent gradients are not zero again",
             ),
             Mistake(
-                what="gradients that are needed are leased too",
-                put_in=needed_gradients_are_leased,
-                seen_as="master of|refer to a single memory location",
+                what="gradients that are needed are lent too",
+                put_in=needed_gradients_are_lent,
+                seen_as="was lent to a gather",
             ),
         ),
     ),

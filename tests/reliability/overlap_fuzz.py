@@ -76,7 +76,6 @@ def way_of(seed: int) -> Way:
         aligned=chunks == 2 and random.random() < 0.5,
         reducer=reducer,
         shard_grads=releases,
-        staging="slots" if releases else random.choice(("slots", "gradients")),
         grad_overlap=random.random() < 0.8,
         checked=random.random() < 0.1,
         compared=random.random() < 0.1,

@@ -146,8 +146,6 @@ class PlanCommand:
     """How gradients are summed over ranks."""
     shard_grads: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Release full gradients once they are reduced."""
-    staging: Literal["slots", "gradients"] = "slots"
-    """Where the exchange has its staging memory: in slots of its own, or in gradients that are idle meanwhile."""
     tflops: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
     """What a rank reaches in Newton-Schulz, in TFLOP/s. None: that of an H200, printed below the table."""
     link_gb_s: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
@@ -331,7 +329,6 @@ def _plan(command: PlanCommand) -> int:
         tp_mode=command.tp_mode,
         reducer=command.reducer,
         shard_grads=command.shard_grads,
-        staging=command.staging,
         hardware=replace(DEFAULT_HARDWARE, **{name: value for name, value in given.items() if value is not None}),
         as_json=command.json,
     )

@@ -182,7 +182,6 @@ def _compared(table: ParamTable, request: PlanRequest, layouts: Sequence[str] | 
             bucket_numel=bucket_numel_of(request.bucket_mib, request.grad_dtype),
             reducer=request.reducer,
             shard_grads=request.shard_grads,
-            staging=request.staging,
             hardware=request.hardware,
         ),
         rules=Rules(matrix=RULES_BY_KIND[request.rule](lr=0.0)),
@@ -221,7 +220,6 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
             "other_rule": setting.rules.other.kind,
             "reducer": setting.options.reducer,
             "shard_grads": setting.options.shard_grads,
-            "staging": setting.options.staging,
             "bucket_mib": request.bucket_mib,
         },
         "hardware": {"tflops": setting.options.hardware.ns_tflops, "link_gb_s": setting.options.hardware.link_gb_s},
@@ -270,7 +268,6 @@ def _title(request: PlanRequest, comparison: Comparison) -> str:
         "matrices in blocks of tp" if setting.options.tp_mode == "blockwise" else "",
         f"{setting.options.reducer} sums" if setting.options.reducer != "collective" else "",
         "gradients released once reduced" if setting.options.shard_grads else "",
-        "slots in idle gradients" if setting.options.staging == "gradients" else "",
         f"buckets of {request.bucket_mib:g} MiB" if request.bucket_mib is not None else "",
         f"weights kept as {codes.recipe}" if (codes := codes_of(table)) is not None else "",
     ]

@@ -12,7 +12,6 @@ from layerwise.errors import ConfigError, Problem
 from layerwise.layout.cost import DEFAULT_HARDWARE, Hardware
 from layerwise.layout.options import resolve_layout
 from layerwise.layout.placing import MeshSizes
-from layerwise.layout.slots import Staging
 from layerwise.layout.storage import Reducer
 
 _MOST_RANKS = 1_000_000
@@ -42,7 +41,6 @@ class PlanRequest:
     tp_mode: TpMode = "auto"
     reducer: Reducer = "collective"
     shard_grads: bool = False
-    staging: Staging = "slots"
     hardware: Hardware = DEFAULT_HARDWARE
     as_json: bool = False
 
@@ -127,7 +125,6 @@ def _rank_problems(request: PlanRequest) -> Iterator[Problem]:
         "--bucket-mib": request.bucket_mib is not None,
         "--reducer": request.reducer != "collective",
         "--shard-grads": request.shard_grads,
-        "--staging": request.staging != "slots",
     }
     for flag in (flag for flag, is_set in ours.items() if is_set):
         yield Problem(

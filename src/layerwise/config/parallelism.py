@@ -85,11 +85,6 @@ def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
             f"expected collective or ordered with grad_dtype {parallel.grad_dtype}, got ordered_bf16: it rounds fp32 "
             "gradients for the wire.",
         )
-    if parallel.staging == "gradients" and parallel.shard_grads:
-        yield Problem(
-            "parallel.staging",
-            "expected slots with shard_grads, got gradients: full gradients are released once they are reduced.",
-        )
     is_all_reduced = facts is not None and facts.reduces == "all_reduce" and parallel.reducer == "collective"
     if parallel.shard_grads and (is_all_reduced or is_copied):
         yield Problem(
@@ -106,7 +101,6 @@ _OURS: dict[str, tuple[object, str]] = {
     "bucket_mib": (None, "{} has buckets of its own"),
     "overlap_grad_reduce": (True, "{} decides itself when to communicate"),
     "overlap_param_gather": (True, "{} decides itself when to communicate"),
-    "staging": ("slots", "gradients belong to the params"),
     "grad_dtype": ("fp32", "{} sums gradients in the dtype of their params"),
 }
 """What `layerwise.DataParallel` alone can be asked for: the value that asks for nothing, and why a model that torch wraps or

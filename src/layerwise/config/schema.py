@@ -241,9 +241,6 @@ class ParallelConfig:
     overlap_param_gather: bool | Literal["by chunk"] = True
     """Let new weights travel while the next forward is already running. by chunk: a chunk's, once its forward begins."""
 
-    staging: Literal["slots", "gradients"] = "slots"
-    """Staging memory of the exchange. slots: of its own. gradients: what is idle of them during a step."""
-
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are accumulated and reduced."""
 

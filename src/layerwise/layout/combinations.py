@@ -34,18 +34,12 @@ def refuse_combinations(
             ("grad_dtype", options.grad_dtype, DType.FP32),
             ("reducer", options.reducer, "collective"),
             ("shard_grads", options.shard_grads, False),
-            ("staging", options.staging, "slots"),
             ("ties", tuple(ties), ()),
         ):
             if value != expected:
                 raise ValueError(
                     f"{name}={value} with gradients='params': gradients are not ours to keep or to reduce then, expected {expected}."
                 )
-    if options.staging == "gradients" and options.shard_grads:
-        raise ValueError(
-            "staging='gradients' with shard_grads=True: full gradients are released once they are reduced, so there are none "
-            "to lease. Use staging='slots'."
-        )
     if options.reducer == "ordered_bf16" and options.grad_dtype is not DType.FP32:
         raise ValueError(
             f"reducer='ordered_bf16' with grad_dtype {options.grad_dtype}: it rounds fp32 gradients to bf16 for the wire. Use "

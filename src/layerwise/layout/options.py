@@ -13,7 +13,6 @@ from layerwise.config.rules import TP_MODES, TpMode
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
 from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, NewtonSchulz
-from layerwise.layout.slots import STAGINGS, Staging
 from layerwise.layout.storage import PARAM_GATHERS, REDUCERS, ParamGather, Reducer
 from layerwise.layout.work import DEFAULT_COHORT_NUMEL
 from layerwise.routing.evidence import Evidence
@@ -65,8 +64,6 @@ class Options:
     """Whose memory a step works in."""
     gradients: GradSource = "buckets"
     """Where gradients come from, where weights are in our buffers; those of a param in its own memory are its own."""
-    staging: Staging = "slots"
-    """Where the exchange has its staging memory."""
     cost: NewtonSchulz = DEFAULT_COST
     """What homes are balanced by: how matrices will be orthogonalised."""
     hardware: Hardware = DEFAULT_HARDWARE
@@ -89,7 +86,6 @@ class Options:
         _check_choice("tp_mode", self.tp_mode, TP_MODES)
         _check_choice("memory", self.memory, MEMORIES)
         _check_choice("gradients", self.gradients, GRAD_SOURCES)
-        _check_choice("staging", self.staging, STAGINGS)
 
     @property
     def reduces(self) -> bool:

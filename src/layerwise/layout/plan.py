@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
@@ -21,7 +21,6 @@ from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
 from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
 from layerwise.layout.shards import OwnShards, ShardPlan
-from layerwise.layout.slots import IdleRun, idle_runs
 from layerwise.layout.storage import plan_storage
 from layerwise.layout.work import WorkPlan, imbalance_of, plan_work
 from layerwise.routing.evidence import route_by
@@ -122,11 +121,6 @@ class Plan:
         """Whether full gradients of a buffer live only until they are reduced."""
         return self.options.shard_grads and buffer.buckets[0].shards.is_split
 
-    def idle_runs(self, ranks: Mapping[str, int]) -> Iterator[IdleRun]:
-        """Gradient memory that is idle during the exchange, on a rank with these numbers in its domains. The sum over
-        ranks is worked on in fp32: where gradients are narrower it has left them."""
-        return idle_runs(self.buffers, ranks, keeps_shards=self.grad_dtype is DType.FP32)
-
     def route(self, name: str) -> Route:
         """Where the param of that name (or alias) goes, and why."""
         return self.routes[self.table.find(name).fqn]
@@ -164,7 +158,6 @@ class Plan:
             "grad_dtype": str(self.grad_dtype),
             "shard_grads": self.options.shard_grads,
             "memory": self.options.memory,
-            "staging": self.options.staging,
             "ties": dict(self.stages_by_tie),
             "routes": {
                 param.fqn: {

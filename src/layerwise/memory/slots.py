@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from layerwise.errors import StateError
-from layerwise.layout.slots import OWN, Slot, SlotPlan, passage_nbytes
+from layerwise.layout.slots import Slot, SlotPlan, passage_nbytes
 
 
 class Lease:
@@ -29,13 +29,12 @@ class Lease:
 
 
 class Slots:
-    """Memory of its own comes with the first exchange and stays; borrowed memory is zero whenever no exchange has it."""
+    """The memory of all slots. It is allocated by the first exchange and stays until `free()`."""
 
-    def __init__(self, plan: SlotPlan, device: torch.device, borrowed: Sequence[Tensor] = ()) -> None:
+    def __init__(self, plan: SlotPlan, device: torch.device) -> None:
         self.plan = plan
         self._device = device
-        self._borrowed = tuple(borrowed)  # uint8 each
-        self._own = self._nothing()
+        self._memory = self._nothing()  # uint8
         self._leases: list[Lease] = []
         self._is_open = False
 
@@ -44,17 +43,15 @@ class Slots:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The time in which slots may be leased: borrowed memory is not its owner's then, and zero again afterwards."""
-        if self._own.numel() < self.plan.own_nbytes:
-            self._own = torch.empty(self.plan.own_nbytes, dtype=torch.uint8, device=self._device)
+        """The time in which slots may be leased."""
+        if self._memory.numel() < self.plan.nbytes:
+            self._memory = torch.empty(self.plan.nbytes, dtype=torch.uint8, device=self._device)
         self._is_open = True
         try:
             yield
         finally:
             self._is_open = False
             self._leases.clear()
-            for memory in self._borrowed:
-                memory.zero_()
 
     def lease(self, slot: Slot, sent: int, received: int, dtype: torch.dtype, who: str) -> Lease:
         """A slot, for so many elements each way."""
@@ -63,8 +60,7 @@ class Slots:
         for other in self._leases:
             if other.slot.overlaps(slot):
                 raise StateError(f"{who} wants a slot that {other.who} has not given back.")
-        memory = (self._own if slot.region == OWN else self._borrowed[slot.region])[slot.start : slot.stop]
-        lease = Lease(self, who, slot, memory, sent, received, dtype)
+        lease = Lease(self, who, slot, self._memory[slot.start : slot.stop], sent, received, dtype)
         self._leases.append(lease)
         return lease
 
@@ -77,9 +73,9 @@ class Slots:
         """Let go of the memory; the next exchange takes some again."""
         if self._is_open:
             raise StateError("staging memory cannot be freed while an exchange is under way.")
-        self._own = self._nothing()
+        self._memory = self._nothing()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own."""
-        return self._own.nbytes
+        """Bytes that are allocated now."""
+        return self._memory.nbytes

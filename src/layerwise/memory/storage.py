@@ -15,7 +15,7 @@ from layerwise.kernels.stored import stored_of
 from layerwise.layout.buckets import BucketPlan, BufferPlan
 from layerwise.layout.plan import Plan
 from layerwise.layout.shards import ShardPlan
-from layerwise.layout.slots import IdleRun, place_slots, usable
+from layerwise.layout.slots import place_slots
 from layerwise.layout.spans import Span
 from layerwise.memory.places import Places, extent_of
 from layerwise.memory.replicas import GradRing, Replica
@@ -131,7 +131,6 @@ class Storage:
             raise ValueError(f"params and plan do not match: {listed(missing)} is only in one of them.")
         self._grad_parts: dict[str, tuple[Replica, slice, torch.Size]] = {}
         self._grad_views: dict[str, Tensor] = {}  # ND, alias the replicas' grads, where those stay
-        self._full_grads: list[Tensor | None] = []
         self.device = one_device(self.params) if self.params else other
         check_held(self.held)
         self.replicas = self._replicas()
@@ -158,7 +157,6 @@ class Storage:
             kept = sum(bucket.numel for bucket in buffer.buckets if not bucket.is_staged)
             rest = torch.zeros(kept, dtype=dtype, device=self.device)
             grad, ring = self._gradients(buffer)
-            self._full_grads.append(grad)
             for bucket in buffer.buckets:
                 full = None if grad is None else grad[bucket.offset : bucket.offset + bucket.numel]
                 if bucket.is_staged:
@@ -267,16 +265,7 @@ class Storage:
 
     def slots(self, passages: Sequence[Sequence[int]]) -> Slots:
         """Staging memory for passages of so many bytes, domain by domain."""
-        itemsize = self.plan.grad_dtype.itemsize
-        runs = usable(self.plan.idle_runs(self.ranks), itemsize) if self.plan.options.staging == "gradients" else []
-        plan = place_slots(passages, [run.stop - run.start for run in runs])
-        return Slots(plan, self.device, [self._idle_bytes(run) for run in runs])
-
-    def _idle_bytes(self, run: IdleRun) -> Tensor:
-        full = self._full_grads[run.buffer]
-        if full is None:
-            raise RuntimeError(f"buffer {run.buffer} has no gradients to lease.")
-        return full.view(torch.uint8)[run.start : run.stop]
+        return Slots(place_slots(passages), self.device)
 
     def check_aliases(self) -> None:
         """Raise if a param is no longer where it was, as after `module.to()`, `param.data = ...`, or once it was shared with

@@ -30,7 +30,6 @@ from layerwise.engine.settings import OverlapParamGather, Settings
 from layerwise.errors import StateError
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.plan import Plan
-from layerwise.layout.slots import Staging
 from layerwise.layout.storage import ParamGather, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
@@ -77,8 +76,6 @@ class DataParallel(nn.Module):
             are made whenever they are used; the same bits, to compare with. Of params that `layerwise.quant.adopt()` has taken over
             there are codes alone.
         shard_grads: release full gradients once they are reduced (ZeRO-2). Every microbatch is reduced then.
-        staging: where the exchange of matrices has its staging memory: "slots" of its own, or "gradients", which leases
-            gradient memory that is idle in `step()`.
         overlap_grad_reduce: reduce full buckets while backward goes on. Params whose gradients stay away are waited for
             in eight backwards, and then no more.
         overlap_param_gather: True: gathers of params run under the next forward, which waits for each bucket just before it
@@ -108,7 +105,6 @@ class DataParallel(nn.Module):
         reducer: Reducer = "collective",
         param_gather: ParamGather = "quantized",
         shard_grads: bool = False,
-        staging: Staging = "slots",
         overlap_grad_reduce: bool = True,
         overlap_param_gather: OverlapParamGather = True,
         bucket_mib: float | None = None,
@@ -142,7 +138,6 @@ class DataParallel(nn.Module):
                 reducer=reducer,
                 param_gather=param_gather,
                 shard_grads=shard_grads,
-                staging=staging,
             )
             settings = Settings(
                 options=options,

@@ -21,11 +21,10 @@ from layerwise.layout.exchange import received_numel
 from layerwise.layout.plan import Plan
 from layerwise.layout.quantizing import kept_nbytes
 from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
-from layerwise.layout.slots import passage_nbytes, place_slots, usable
+from layerwise.layout.slots import passage_nbytes, place_slots
 from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS
 from layerwise.layout.work import WorkPlan
 from layerwise.planner.rules import Rules, wire_dtypes_for
-from layerwise.planner.timing import numbers_of
 
 _FP32 = DType.FP32.itemsize
 
@@ -155,7 +154,8 @@ def _held_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> Iterator[
     grads = [full + apart for apart in grads]
     staged = list(map(max, reducing, batches))
     landing = _landing_slots(plan)
-    slots = [come_and_go + own + landing for come_and_go, own in zip(staged, _own_slots(plan, passages), strict=True)]
+    ring = _exchange_slots(plan, passages)
+    slots = [come_and_go + stays + landing for come_and_go, stays in zip(staged, ring, strict=True)]
     workspace = map(sub, map(max, staged, at_work), staged)
     return zip([params + mine for mine in own], grads, masters, state, slots, workspace, staged, strict=True)
 
@@ -341,18 +341,14 @@ def _passages(plan: Plan, work: WorkPlan, schedule: CommSchedule, sizes: Sequenc
 _WAYS: tuple[Phase, Phase] = ("exchange", "return")
 
 
-def _own_slots(plan: Plan, passages: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """Bytes of slots on each rank that do not lie in gradients, from those of each domain's cohorts' passages by rank."""
-    itemsize = plan.grad_dtype.itemsize
-    known: dict[object, int] = {}
-    own = []
+def _exchange_slots(plan: Plan, passages: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    """Bytes of exchange slots on each rank, from those of each domain's cohorts' passages by rank."""
+    known: dict[str, int] = {}
+    found = []
     for rank in range(plan.world):
         mine = [[passage[rank] for passage in domain] for domain in passages]
-        regions = []
-        if plan.options.staging == "gradients":
-            regions = [run.stop - run.start for run in usable(plan.idle_runs(numbers_of(plan, rank)), itemsize)]
-        key = repr((mine, regions))
+        key = repr(mine)
         if key not in known:
-            known[key] = place_slots(mine, regions).own_nbytes
-        own.append(known[key])
-    return own
+            known[key] = place_slots(mine).nbytes
+        found.append(known[key])
+    return found

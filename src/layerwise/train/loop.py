@@ -344,7 +344,6 @@ def _wrapped(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
         ties=ties_of(chunks),
         reducer=config.parallel.reducer,
         shard_grads=config.parallel.shard_grads,
-        staging=config.parallel.staging,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
         bucket_mib=config.parallel.bucket_mib,

@@ -13,7 +13,7 @@ from layerwise.config.gone import GONE, GONE_VALUES
 from layerwise.config.load import load
 from layerwise.errors import ConfigError
 
-SECTION_OF_VALUES = {"layout": "parallel", "reducer": "parallel", "staging": "parallel"}
+SECTION_OF_VALUES = {"layout": "parallel", "reducer": "parallel"}
 
 
 @pytest.mark.parametrize("name", sorted(GONE))

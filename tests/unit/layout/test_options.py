@@ -46,7 +46,6 @@ def test_rules_cannot_be_changed_from_behind() -> None:
             ValueError,
             "reducer must be one of collective, ordered, ordered_bf16, got ['ordered'].",
         ),
-        ({"staging": "slot"}, ValueError, "staging must be one of slots, gradients, got 'slot'. Did you mean 'slots'?"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_where_it_is_written(

@@ -36,14 +36,13 @@ ASKED: dict[str, Any] = {
     "reducer": "ordered_bf16",
     "param_gather": "bf16",
     "shard_grads": True,
-    "staging": "slots",
     "bucket_mib": 0.5,
     "grad_dtype": torch.float32,
 }
 
 
 def test_what_a_user_asks_for_arrives_in_the_plan() -> None:
-    given = {**ASKED, "staging": "gradients", "shard_grads": False}
+    given = {**ASKED, "shard_grads": False}
     found = layerwise.DataParallel(torch.nn.Linear(4, 4, bias=False), **given).plan.options
     assert found == Options(
         layout="compact",
@@ -53,7 +52,6 @@ def test_what_a_user_asks_for_arrives_in_the_plan() -> None:
         bucket_numel=131072,
         reducer="ordered_bf16",
         param_gather="bf16",
-        staging="gradients",
     )
     other = {"reducer": "collective", "grad_dtype": torch.bfloat16}
     found = layerwise.DataParallel(torch.nn.Linear(4, 4, bias=False), **{**ASKED, **other}).plan.options

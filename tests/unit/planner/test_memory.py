@@ -152,14 +152,6 @@ def test_one_cohort_holds_a_matrix_its_update_and_what_travels() -> None:
     assert second.slots == 2 * 4096 * 2 + 1024 * 2
 
 
-def test_slots_in_idle_gradients_cost_nothing_where_they_fit() -> None:
-    table = table_of([("a.weight", (64, 64)), ("b.weight", (64, 32))])
-    leased = planned(table, world=2, layout="flat", staging="gradients")
-    assert {memory.slots for memory in leased} == {2 * 2048 * 2, 2 * 4096 * 2}
-    kept = planned(table, world=2, layout="flat")
-    assert {memory.grads for memory in leased} == {memory.grads for memory in kept}
-
-
 def test_many_cohorts_of_what_every_rank_does_cost_no_time() -> None:
     """As many cohorts as matrices, on thousands of ranks: nothing may be made for each pair of them."""
     table = table_of([(f"{number}.weight", (64, 64)) for number in range(300)])

@@ -133,7 +133,6 @@ def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
             ("--parallel.fsdp", "2", "--parallel.overlap-param-gather", "false"),
             "parallel.overlap_param_gather: expected true with fsdp=2, got false",
         ),
-        (("--parallel.fsdp", "2", "--parallel.staging", "gradients"), "parallel.staging: expected slots with fsdp=2"),
         (
             (*PIPELINE, "--parallel.fsdp", "2", "--parallel.tp", "2"),
             "parallel.pp: expected 1 with fsdp=2 times tp=2, got 2: stages are for layerwise.DataParallel.",

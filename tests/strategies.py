@@ -129,7 +129,7 @@ def plans(draw: st.DrawFn, *layouts: str) -> Plan:
         draw(tables()),
         Options(
             layout=layout,
-            grad_dtype=DType.FP32 if reducer == "ordered_bf16" else draw(st.sampled_from([DType.FP32, DType.BF16])),
+            grad_dtype=draw(st.sampled_from([DType.FP32, DType.BF16])),
             bucket_numel=draw(st.sampled_from([1, 64, 200, 500, 2000])),
             cohort_numel=draw(st.sampled_from([1, 32, 200, 10_000])),
             reducer=reducer,

@@ -123,8 +123,6 @@ class Way:
 
     def plain(self) -> Way:
         """What it is compared with: no shards to gather, where that makes no other bits."""
-        if self.reducer == "ordered_bf16":  # rounds every shard's sums in its own way
-            return self.without_overlap()
         return replace(
             self.without_overlap(),
             layout="replicated",

@@ -47,8 +47,6 @@ def _reducers() -> Iterator[tuple[str, Steps]]:
         for layout in SHARDED if world > 1 else ("flat",):
             base = Steps(world=world, layout=layout, wrapping={"reducer": "ordered"})
             yield f"{layout} ordered", replace(base, grads="gaussian", hyper={"clip": None})
-            stochastic = {"reducer": "ordered_bf16"}
-            yield f"{layout} ordered_bf16", replace(base, grads="fine", wrapping=stochastic, accumulation=2)
     for layout in FEW_LAYOUTS:
         yield f"{layout} gaussian", Steps(layout=layout, grads="gaussian", hyper={"clip": None})
     yield "flat ordered bf16 gradients", Steps(world=3, dtype=BF16, grad_dtype=BF16, wrapping={"reducer": "ordered"})

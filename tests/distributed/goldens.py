@@ -27,7 +27,7 @@ from tests.arrangements import Arrangement, filled, gradients_of, mesh_of, named
 from tests.distributed import test_qk_clip as heads
 from tests.ranks import run_ranks
 from tests.reference.oracle import Hyper
-from tests.worlds import Case, Net, gradient, hash_of, hash_tensors, is_missing, net_loss, rules, wrap
+from tests.worlds import Case, Net, gradient, hash_tensors, is_missing, net_loss, rules, wrap
 
 FOLDER = Path(__file__).parents[1] / "golden" / "steps"
 BYTES = FOLDER / "bytes.json"
@@ -49,8 +49,8 @@ class Steps:
     grad_dtype: torch.dtype = torch.float32
     steps: int = 3
     accumulation: int = 1
-    grads: Literal["eighths", "fine", "gaussian"] = "eighths"
-    """Integers over 8; over 4096, which bf16 has to round; or numbers whose sum depends on its order."""
+    grads: Literal["eighths", "gaussian"] = "eighths"
+    """Integers over 8, or numbers whose sum depends on its order."""
     missing: bool = False
     late: bool = False
     """The last step has another microbatch, when all that is known of steps was reduced."""
@@ -281,11 +281,7 @@ def _start_stages(case: Steps, rank: int) -> Started:
 
 
 def _gradient(case: Steps, fqn: str, shape: torch.Size, rank: int, step: int, micro: int) -> Tensor:
-    if case.grads == "fine":
-        generator = torch.Generator().manual_seed(hash_of(f"{fqn} {rank} {step} {micro}"))
-        grad = torch.randint(-4096, 4097, shape, generator=generator) / 4096
-    else:
-        grad = gradient(fqn, shape, rank, step, micro, exact=case.grads == "eighths")
+    grad = gradient(fqn, shape, rank, step, micro, exact=case.grads == "eighths")
     is_last_param = fqn.endswith("qkv.weight")
     return grad * math.inf if case.overflow and step == 1 and rank == case.world - 1 and is_last_param else grad
 

@@ -17,7 +17,7 @@ QUICK = (
     "layouts, world 2: padded bf16",
     "layouts, world 3: flat tied",
     "layouts, world 4: compact fewer params than ranks",
-    "reducers, world 3: flat ordered_bf16",
+    "reducers, world 3: flat ordered",
     "memory, world 2: flat shard_grads",
     "memory, world 4: compact shard_grads ordered",
     "rules, world 3: flat adamuon",

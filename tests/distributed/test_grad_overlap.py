@@ -112,7 +112,7 @@ def launches(rank: int, world: int, ways: list[Way]) -> list[tuple[int, list[tup
 WAYS = [
     Way(layout, reducer, unused)
     for layout in ("flat", "padded", "compact", "replicated")
-    for reducer in ("collective", "ordered", "ordered_bf16")
+    for reducer in ("collective", "ordered")
     for unused in ("", "end")
     if layout != "replicated" or reducer == "collective"
 ]

@@ -236,27 +236,27 @@ ARRANGED: dict[int, list[Arrangement]] = {
     2: [
         arrangement("flat", dtype=BF16, chunks=2),
         arrangement("flat", "ordered", ep=2, options=CHECKED),
-        arrangement("flat", "ordered_bf16", matrix="normuon", chunks=2),
+        arrangement("flat", "ordered", matrix="normuon", chunks=2),
         arrangement("flat", zero2=True, ep=2, dtype=BF16),
         arrangement("padded", zero2=True, chunks=2, matrix="normuon"),
         arrangement("compact", "ordered", zero2=True, matrix="adamw"),
         arrangement("auto", pp=2, tied="embedding", zero2=True, dtype=BF16),
         arrangement("replicated", ep=2, dtype=BF16, matrix="normuon"),
-        arrangement("padded", "ordered_bf16", pp=2, tied="matrix", chunks=2),
+        arrangement("padded", "ordered", pp=2, tied="matrix", chunks=2),
     ],
     3: [
         arrangement("flat", "ordered", zero2=True, dtype=BF16, matrix="normuon"),
         arrangement("padded", "ordered", ep=3, chunks=2),
-        arrangement("compact", "ordered_bf16", dtype=BF16),
+        arrangement("compact", "ordered", dtype=BF16),
         arrangement("compact", ep=3, matrix="adamw", options=CHECKED),
-        arrangement("auto", "ordered_bf16", zero2=True, chunks=2),
+        arrangement("auto", "ordered", zero2=True, chunks=2),
         arrangement("padded:reference", zero2=True, options=CHECKED),
     ],
     4: [
         arrangement("flat", zero2=True, pp=2, tied="embedding", ep=2, dtype=BF16),
         arrangement("padded", pp=2, ep=2, tied="matrix", matrix="normuon"),
         arrangement("compact", "ordered", pp=2, tied="matrix", chunks=2),
-        arrangement("flat", "ordered_bf16", zero2=True, ep=2, options=CHECKED),
+        arrangement("flat", "ordered", zero2=True, ep=2, options=CHECKED),
         arrangement("padded", "ordered", zero2=True, pp=2, experts=False, chunks=2, dtype=BF16),
     ],
 }
@@ -277,7 +277,7 @@ def test_every_layout_meets_every_reducer_it_can_and_both_kinds_of_gradients() -
         for case in cases
     }
     for layout in ("flat", "padded", "compact"):
-        assert {reducer for name, reducer, _ in met if name == layout} == {"collective", "ordered", "ordered_bf16"}
+        assert {reducer for name, reducer, _ in met if name == layout} == {"collective", "ordered"}
         assert {zero2 for name, _, zero2 in met if name == layout} == {False, True}
 
 

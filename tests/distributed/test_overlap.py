@@ -48,7 +48,7 @@ WAYS: list[Way] = [
     *ways(2, None, 0, layout="compact", dtype=BF16, chunks=2),
     *ways(2, 3, layout="replicated"),
     *ways(2, 1, None, layout="auto", ep=2, chunks=2, reducer="ordered", shard_grads=True),
-    *ways(3, 0, None, layout="flat", dtype=BF16, chunks=2, reducer="ordered_bf16"),
+    *ways(3, 0, None, layout="flat", dtype=BF16, chunks=2, reducer="ordered"),
     *ways(3, None, layout="padded", checked=True, grad_overlap=False, matrix="normuon"),
     *ways(3, 3, layout="padded", shard_grads=True, shuffled=True),
     *ways(3, 1, layout="compact", reducer="ordered", compared=True),
@@ -114,7 +114,7 @@ def test_every_layout_is_met_with_experts_chunks_stages_reducers_and_every_prefe
         assert {way.dtype for way in mine} == {torch.float32, BF16}
         assert any(way.ep > 1 for way in mine) or any(way.pp > 1 for way in mine)
     assert {way.prefetch for way in WAYS} == {None, 0, 1, 3}
-    assert {way.reducer for way in WAYS} == {"collective", "ordered", "ordered_bf16"}
+    assert {way.reducer for way in WAYS} == {"collective", "ordered"}
     assert any(way.pp > 1 and way.aligned for way in WAYS)
     assert any(1 < way.ep < way.world // way.pp for way in WAYS)
 

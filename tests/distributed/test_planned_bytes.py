@@ -69,8 +69,6 @@ class Setup:
 
     def is_refused(self, world: int) -> bool:
         """What cannot be combined, written down by hand."""
-        if self.reducer == "ordered_bf16" and self.grad_dtype is not torch.float32:
-            return True
         if world == 1:
             return False
         if self.reducer != "collective" and self.layout == "replicated":
@@ -346,9 +344,7 @@ def setups_of(layout: str, world: int) -> list[Setup]:
     dtypes = (torch.float32, torch.bfloat16)
     everything = [
         Setup(layout=layout, dtype=dtype, grad_dtype=grad_dtype, reducer=reducer, shard_grads=shard_grads)
-        for dtype, grad_dtype, reducer, shard_grads in product(
-            dtypes, dtypes, ("collective", "ordered", "ordered_bf16"), (False, True)
-        )
+        for dtype, grad_dtype, reducer, shard_grads in product(dtypes, dtypes, ("collective", "ordered"), (False, True))
     ]
     base = Setup(layout=layout, dtype=torch.bfloat16)
     everything += [replace(base, matrix=matrix) for matrix in MATRIX if matrix != "muon"]

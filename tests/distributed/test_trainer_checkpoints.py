@@ -30,7 +30,6 @@ MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "flat": (2, {}, {}),
     "padded, overlap off": (3, {"layout": "padded", "overlap_param_gather": False, "overlap_grad_reduce": False}, {}),
     "compact, ordered": (2, {"layout": "compact", "reducer": "ordered"}, {}),
-    "rounded sums": (2, {"reducer": "ordered_bf16"}, {}),
     "experts": (2, {"ep": 2}, MOE),
     "pipeline, tied": (2, {"pp": 2}, {"tie_embeddings": True}),
     "chunks": (2, {"pp": 2, "chunks": 2}, {"n_layers": 4}),

@@ -108,7 +108,6 @@ def test_with_our_own_products_homes_that_batch_differently_give_the_same_master
         {"layout": "padded"},
         {"layout": "compact"},
         {"layout": "compact", "reducer": "ordered"},
-        {"layout": "flat", "reducer": "ordered_bf16"},
         {"layout": "flat", "shard_grads": True},
         {"layout": "padded", "shard_grads": True, "reducer": "ordered"},
         {"layout": "auto"},

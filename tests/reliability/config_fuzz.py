@@ -307,7 +307,7 @@ def make_small(rng: random.Random, folder: Path) -> tuple[TrainConfig, int]:
         "model.expert_hidden": ("none", "8"),
         "model.router_penalty": ("0", "0.01"),
         "parallel.layout": ("auto", "flat", "padded", "compact", "replicated"),
-        "parallel.reducer": ("collective", "ordered", "ordered_bf16"),
+        "parallel.reducer": ("collective", "ordered"),
         "parallel.schedule": ("1f1b", "gpipe"),
         "parallel.bucket_mib": ("none", "0.01"),
         "parallel.overlap_grad_reduce": ("true", "false"),

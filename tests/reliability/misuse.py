@@ -264,11 +264,11 @@ _bad_argument(
     "a dim 'pp'",
 )
 _bad_argument(
-    "bf16 gradients for a reducer that rounds fp32 ones",
+    "a reducer of earlier versions",
     ValueError,
-    {"reducer": "ordered_bf16", "grad_dtype": torch.bfloat16},
-    "reducer='ordered_bf16' with grad_dtype bf16",
-    "Use reducer='ordered'",
+    {"reducer": "ordered_bf16"},
+    "reducer must be one of",
+    "write reducer='ordered'",
 )
 for _words in (["first.weight"], "first.weight", 3):
     _bad_argument(
@@ -1276,12 +1276,6 @@ _combination(
     "an ordered sum for replicas",
     {"reducer": "ordered", "layout": "replicated"},
     "reducer='ordered' with layout 'replicated'",
-    "Use layout='flat'",
-)
-_combination(
-    "an ordered bf16 sum for replicas",
-    {"reducer": "ordered_bf16", "layout": "replicated"},
-    "reducer='ordered_bf16' with layout 'replicated'",
     "Use layout='flat'",
 )
 _combination(

@@ -82,10 +82,9 @@ WAYS: list[dict[str, Any]] = [
     {},
     {"overlap_grad_reduce": False},
     {"reducer": "ordered"},
-    {"reducer": "ordered_bf16"},
     {"shard_grads": True},
     {"shard_grads": True, "reducer": "ordered"},
-    {"shard_grads": True, "reducer": "ordered_bf16", "overlap_grad_reduce": False},
+    {"shard_grads": True, "reducer": "ordered", "overlap_grad_reduce": False},
     {"check_collectives": True},
 ]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -183,8 +182,6 @@ def arranged_product() -> list[tuple[int, Arrangement]]:
     found = []
     for number, ((world, arrangement), way) in enumerate(itertools.product(ARRANGEMENTS, WAYS)):
         dtype, grad_dtype = DTYPES[number % len(DTYPES)]
-        if way.get("reducer") == "ordered_bf16":
-            grad_dtype = FP32
         changed = replace(
             arrangement,
             options=way,

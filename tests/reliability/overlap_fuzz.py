@@ -60,11 +60,7 @@ def way_of(seed: int) -> Way:
     random = Random(f"way {seed}")
     world = 3 if seed % 4 == 3 else 2
     layout = random.choice(LAYOUTS)
-    reducer = (
-        "collective"
-        if layout == "replicated"
-        else random.choice(("collective", "collective", "ordered", "ordered_bf16"))
-    )
+    reducer = "collective" if layout == "replicated" else random.choice(("collective", "ordered"))
     # What cannot be combined is refused, and no case here.
     can_release = layout != "replicated" and not (layout in ("compact", "auto") and reducer == "collective")
     releases = can_release and random.random() < 0.3

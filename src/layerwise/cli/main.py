@@ -26,7 +26,7 @@ from layerwise.cli.exits import (
     complain,
     write_nowhere,
 )
-from layerwise.config.gone import GONE
+from layerwise.config.gone import GONE, GONE_VALUES
 from layerwise.config.load import Override, split_overrides
 from layerwise.config.schema import (
     CheckpointConfig,
@@ -142,7 +142,7 @@ class PlanCommand:
     """Rule of the matrices; everything else has AdamW."""
     tp_mode: Literal["auto", "blockwise"] = "auto"
     """Matrices that --tp has cut. auto: orthogonalised whole. blockwise: each rank's block by itself."""
-    reducer: Literal["collective", "ordered", "ordered_bf16"] = "collective"
+    reducer: Literal["collective", "ordered"] = "collective"
     """How gradients are summed over ranks."""
     shard_grads: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Release full gradients once they are reduced."""
@@ -246,10 +246,14 @@ def _open_what_is_closed() -> None:
 
 def _dispatch(words: list[str]) -> int:
     overrides, rest = split_overrides(words)
-    for word in rest:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in GONE:
-            complain(f"{word.partition('=')[0]} is gone: {GONE[name]}.")
+    for word, following in zip(rest, [*rest[1:], ""], strict=True):
+        flag, is_joined, value = word.partition("=")
+        name, value = flag.removeprefix("--").replace("-", "_"), value if is_joined else following
+        if flag.startswith("--") and name in GONE:
+            complain(f"{flag} is gone: {GONE[name]}.")
+            return BAD_INPUT
+        if flag.startswith("--") and (name, value) in GONE_VALUES:
+            complain(f"{flag} {value} is gone: {GONE_VALUES[name, value]}.")
             return BAD_INPUT
     # No argument: show what there is to choose from.
     command: TrainCommand | PlanCommand | InspectCommand | CkptCommand | BenchCommand | DoctorCommand = tyro.cli(

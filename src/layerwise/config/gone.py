@@ -13,7 +13,11 @@ GONE: Mapping[str, str] = {
 }
 """Name of a setting -> what to do instead, as the end of a sentence."""
 
-GONE_VALUES: Mapping[tuple[str, str], str] = {}
+GONE_VALUES: Mapping[tuple[str, str], str] = {
+    ("reducer", "ordered_bf16"): (
+        "write reducer='ordered'; with a grad_dtype of bf16 beside it the wire carries bf16 and the sum stays in fp32"
+    ),
+}
 """Name of a setting that is still there and a value that it no longer takes -> what to do instead."""
 
 

@@ -79,12 +79,6 @@ def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
             f"expected collective with layout replicated, got {parallel.reducer}: an ordered sum arrives at one rank, and "
             "there every rank needs it. Use layout flat.",
         )
-    if parallel.reducer == "ordered_bf16" and parallel.grad_dtype != "fp32":
-        yield Problem(
-            "parallel.reducer",
-            f"expected collective or ordered with grad_dtype {parallel.grad_dtype}, got ordered_bf16: it rounds fp32 "
-            "gradients for the wire.",
-        )
     is_all_reduced = facts is not None and facts.reduces == "all_reduce" and parallel.reducer == "collective"
     if parallel.shard_grads and (is_all_reduced or is_copied):
         yield Problem(

@@ -226,8 +226,8 @@ class ParallelConfig:
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """gpipe: all forwards of a step, then all backwards. 1f1b: each backward as early as it can, with less memory."""
 
-    reducer: Literal["collective", "ordered", "ordered_bf16"] = "collective"
-    """collective: the backend sums. ordered: fp32, in rank order, alike in every layout. ordered_bf16: bf16 travels."""
+    reducer: Literal["collective", "ordered"] = "collective"
+    """collective: the backend sums. ordered: fp32, in rank order, alike in every layout."""
 
     shard_grads: bool = False
     """Keep only this rank's shard of reduced gradients (ZeRO-2)."""

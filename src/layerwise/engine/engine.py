@@ -188,7 +188,6 @@ class Engine:
                 overlap=overlap,
                 before=self.publisher.launch_all,
                 ensure=self.publisher.ensure,
-                count=self.count,
             )
             for fqn, param in self.storage.params.items():
                 hook(fqn, param, self.gradients)

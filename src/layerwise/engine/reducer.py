@@ -17,7 +17,6 @@ from torch import Tensor
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.scopes import scope
 from layerwise.engine.arrivals import Expected
-from layerwise.engine.count import StepCount
 from layerwise.engine.gradients import Said
 from layerwise.engine.progress import BucketPhase, Flight, Progress
 from layerwise.engine.reductions import predivisor, reduction_of
@@ -44,7 +43,6 @@ class GradReducer:
         overlap: bool,
         before: Callable[[], None] = lambda: None,
         ensure: Callable[[Replica], None] = lambda _: None,
-        count: StepCount | None = None,
     ) -> None:
         self._storage = storage
         self._overlap = overlap
@@ -52,8 +50,6 @@ class GradReducer:
         self._before = before
         # What has a bucket's gradient memory back from a gather.
         self._ensure = ensure
-        # Steps taken so far: what stochastic rounding goes by, so that a run can be resumed.
-        self._count = StepCount() if count is None else count
         self._predivisor = predivisor(storage.plan.grad_dtype, storage.plan.world)
         self._reductions = [
             reduction_of(replica, storage.plan.grad_dtype, communicators[replica.plan.domain], self._predivisor)
@@ -81,7 +77,6 @@ class GradReducer:
         self.said = Said()
         self.when_dropped: Callable[[], None] = lambda: None
         self._has_launched = False
-        self._num_rounds = 0
         self._unwanted: set[str] = set()
         self.reset()
 
@@ -151,8 +146,7 @@ class GradReducer:
             spare = self._spares.pop(index, None)
             full = self._spare(index) if spare is None else spare  # others have something, if not this rank
             out = torch.empty_like(replica.grad_shard)
-            self._reductions[index].start(full, out, (self._count.assumed, self._num_rounds)).wait()
-            self._num_rounds += 1
+            self._reductions[index].start(full, out).wait()
             more_of[index] = out.to(replica.shard.update.dtype)
         self._add_stages(more_of)
         for index, more in more_of.items():
@@ -194,7 +188,7 @@ class GradReducer:
                 self._storage.grad_view(placement.fqn).zero_()
         out = torch.empty_like(replica.grad_shard) if progress.has_landed or progress.flights else replica.grad_shard
         with scope(f"launch reduction of {replica.plan.label}"):
-            handle = self._reductions[replica.plan.index].start(full, out, (self._count.assumed, self._num_rounds))
+            handle = self._reductions[replica.plan.index].start(full, out)
         progress.flights.append(Flight(handle, full, out))
         progress.phase = BucketPhase.REDUCING
 
@@ -260,7 +254,6 @@ class GradReducer:
         self._seen.update(self._written)
         self._expected.learn(self._arrivals)
         self._arrivals.clear()
-        self._num_rounds += 1
 
     @torch.no_grad()
     def finish(self) -> frozenset[str]:
@@ -337,7 +330,6 @@ class GradReducer:
         self._forget_late()
         self._unwanted.clear()
         self._next = 0
-        self._num_rounds = 0
         self._is_finished = False
         has_launched, self._has_launched = self._has_launched, False
         return has_launched

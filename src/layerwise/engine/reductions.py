@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Protocol
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.dtypes import DType
-from layerwise.kernels.rounding import round_stochastically
 from layerwise.layout.schedule import reduce_op
 from layerwise.memory.replicas import Replica
 from layerwise.models.table import torch_dtype
@@ -30,10 +28,9 @@ class Reduction(Protocol):
     dtype: torch.dtype
     """Of the full gradient."""
 
-    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
+    def start(self, full: Tensor, out: Tensor) -> Handle:
         """Begin: `full` is this rank's gradient of the whole bucket, its shard of the sum lands in `out`, which may lie
-        in `full`. Both belong to the reduction, which may write to them, until the handle was waited for. `when` is the
-        step and the round in it."""
+        in `full`. Both belong to the reduction, which may write to them, until the handle was waited for."""
         ...
 
 
@@ -46,7 +43,7 @@ class _Scattered:
         self._communicator = communicator
         self._op = reduce_op(replica.plan, grad_dtype)
 
-    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
+    def start(self, full: Tensor, out: Tensor) -> Handle:
         return self._communicator.reduce_scatter(self._op, _divided(full, self._predivisor), out)
 
 
@@ -60,7 +57,7 @@ class _Everywhere:
         self._op = reduce_op(replica.plan, grad_dtype)
         self._part = replica.plan.shard_part(communicator.rank)
 
-    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
+    def start(self, full: Tensor, out: Tensor) -> Handle:
         mine = full[self._part]
         handle = self._communicator.all_reduce(self._op, _divided(full, self._predivisor))
         return handle if mine.data_ptr() == out.data_ptr() else handle.followed_by(lambda: out.copy_(mine), out)
@@ -80,14 +77,11 @@ class _Ordered:
         self._op = reduce_op(replica.plan, grad_dtype)
         self._splits = replica.plan.shard_numels()
         self._mine = replica.plan.shard_numel(communicator.rank)
-        self._is_stochastic = replica.plan.reducer == "ordered_bf16" and communicator.world > 1
-        self._seed = replica.plan.index
 
-    def start(self, full: Tensor, out: Tensor, when: tuple[int, int]) -> Handle:
+    def start(self, full: Tensor, out: Tensor) -> Handle:
         communicator = self._communicator
-        wire = self._rounded(full, when) if self._is_stochastic else full
-        received = wire.new_empty(communicator.world * self._mine)
-        handle = communicator.all_to_all(self._op, wire, received, self._splits, (self._mine,) * communicator.world)
+        received = full.new_empty(communicator.world * self._mine)
+        handle = communicator.all_to_all(self._op, full, received, self._splits, (self._mine,) * communicator.world)
 
         def add_up() -> None:
             parts = torch.split(received, self._mine) if self._mine else ()
@@ -96,13 +90,6 @@ class _Ordered:
             _divided(out, self._predivisor)  # fp32: there is no hurry
 
         return handle.followed_by(add_up, out)
-
-    def _rounded(self, full: Tensor, when: tuple[int, int]) -> Tensor:
-        # A stream of its own for every step, round, bucket and rank: runs repeat, and the user's generators stay untouched.
-        numbers = f"{when} {self._seed} {self._communicator.rank}".encode()
-        seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "big") >> 1
-        generator = torch.Generator(device=full.device).manual_seed(seed)
-        return round_stochastically(full, generator)
 
 
 def _divided(tensor: Tensor, divisor: int) -> Tensor:
@@ -117,7 +104,7 @@ def reduction_of(replica: Replica, grad_dtype: DType, communicator: Communicator
             return _Scattered(replica, grad_dtype, communicator, divide)
         case "all_reduce":
             return _Everywhere(replica, grad_dtype, communicator, divide)
-        case "ordered" | "ordered_bf16":
+        case "ordered":
             return _Ordered(replica, grad_dtype, communicator, divide)
         case "none":
             raise ValueError(f"{replica.plan.label} is not reduced: its params' own gradients are.")

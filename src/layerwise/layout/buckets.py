@@ -53,7 +53,7 @@ class Placement:
         return slice(self.offset, self.offset + self.numel)
 
 
-ReduceKind = Literal["reduce_scatter", "all_reduce", "ordered", "ordered_bf16", "none"]
+ReduceKind = Literal["reduce_scatter", "all_reduce", "ordered", "none"]
 """What becomes of a bucket's gradient. none: there is none, since somebody else reduces the params' own."""
 PublishKind = Literal["all_gather", "uneven_all_gather", "none"]
 

@@ -40,8 +40,3 @@ def refuse_combinations(
                 raise ValueError(
                     f"{name}={value} with gradients='params': gradients are not ours to keep or to reduce then, expected {expected}."
                 )
-    if options.reducer == "ordered_bf16" and options.grad_dtype is not DType.FP32:
-        raise ValueError(
-            f"reducer='ordered_bf16' with grad_dtype {options.grad_dtype}: it rounds fp32 gradients to bf16 for the wire. Use "
-            "reducer='ordered', which sends gradients as they are, or grad_dtype fp32."
-        )

@@ -89,9 +89,6 @@ class CommSchedule:
         return dict(totals)
 
 
-_STOCHASTIC_WIRE = DType.BF16
-
-
 def reduce_op(bucket: BucketPlan, grad_dtype: DType) -> CommOp:
     """The collective that reduces a bucket's gradient."""
     match bucket.reducer:
@@ -99,10 +96,11 @@ def reduce_op(bucket: BucketPlan, grad_dtype: DType) -> CommOp:
             return CommOp(
                 "reduce", bucket.reducer, bucket.label, grad_dtype, bucket.numel, bucket.world, domain=bucket.domain
             )
-        case "ordered" | "ordered_bf16":
+        case "ordered":
             sent = tuple(map(sub, repeat(bucket.numel), bucket.shard_numels()))
-            wire = _STOCHASTIC_WIRE if bucket.reducer == "ordered_bf16" and bucket.world > 1 else grad_dtype
-            return CommOp("reduce", "all_to_all", bucket.label, wire, sum(sent), bucket.world, sent, bucket.domain)
+            return CommOp(
+                "reduce", "all_to_all", bucket.label, grad_dtype, sum(sent), bucket.world, sent, bucket.domain
+            )
         case "none":
             raise ValueError(f"{bucket.label} is not reduced: its params' own gradients are.")
 

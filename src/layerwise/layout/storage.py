@@ -31,11 +31,10 @@ from layerwise.routing.geometry import ceil_to
 from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamSpec, ParamTable
 
-Reducer = Literal["collective", "ordered", "ordered_bf16"]
-REDUCERS: tuple[Reducer, ...] = ("collective", "ordered", "ordered_bf16")
+Reducer = Literal["collective", "ordered"]
+REDUCERS: tuple[Reducer, ...] = ("collective", "ordered")
 """How gradients are summed over ranks. collective: by reduce-scatter or all-reduce, whichever the layout needs.
-ordered: all-to-all, then a sum in fp32 in the order of ranks, whose bits depend on neither layout nor algorithm.
-ordered_bf16: the same with bf16 on the wire, rounded stochastically."""
+ordered: all-to-all, then a sum in fp32 in the order of ranks, whose bits depend on neither layout nor algorithm."""
 
 GRAD_SLOTS = 2
 """Full-size gradients that are kept per buffer where gradients are released once reduced: one fills while the one

@@ -179,7 +179,7 @@ class Storage:
         rank = self.ranks[plan.domain]
         numel = plan.shard_numel(rank)
         # An ordered sum is taken in fp32 and stays that.
-        dtype = torch.float32 if plan.reducer.startswith("ordered") else torch_dtype(self.plan.grad_dtype)
+        dtype = torch.float32 if plan.reducer == "ordered" else torch_dtype(self.plan.grad_dtype)
         if grad is not None and grad.dtype == dtype:
             grad_shard = grad[plan.shard_part(rank)]
         else:

@@ -69,8 +69,7 @@ class DataParallel(nn.Module):
         process_group: the ranks to train on, as DistributedDataParallel has it; None means all of them. Not beside `mesh`.
         ties: weights of which another pipeline stage holds a copy: name of the tie -> fqn of the copy here.
         reducer: how gradients are summed: "collective" as the layout needs, "ordered" in fp32 in the order of ranks,
-            so that bits do not depend on the layout, "ordered_bf16" likewise with bf16 on the wire, rounded
-            stochastically.
+            so that bits do not depend on the layout.
         param_gather: what is kept of params that `layerwise.quantize()` has made codes of. "quantized": codes alone; a gather
             brings bf16 to idle gradient memory, and every rank makes codes of it. "bf16": what the gather brings, and codes
             are made whenever they are used; the same bits, to compare with. Of params that `layerwise.quant.adopt()` has taken over

@@ -20,7 +20,7 @@ from layerwise.layout.cost import newton_schulz_workspace
 from layerwise.layout.exchange import received_numel
 from layerwise.layout.plan import Plan
 from layerwise.layout.quantizing import kept_nbytes
-from layerwise.layout.schedule import CommSchedule, Phase, reduce_op
+from layerwise.layout.schedule import CommSchedule, Phase
 from layerwise.layout.slots import passage_nbytes, place_slots
 from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS
 from layerwise.layout.work import WorkPlan
@@ -228,7 +228,7 @@ def _lends_no_gradient(plan: Plan, buffer: BufferPlan) -> bool:
 
 
 def _is_ordered(buffer: BufferPlan) -> bool:
-    return buffer.buckets[0].reducer.startswith("ordered")
+    return buffer.buckets[0].reducer == "ordered"
 
 
 def _full_grads(plan: Plan, buffer: BufferPlan) -> int:
@@ -256,8 +256,7 @@ def _bytes_per_held_element(plan: Plan, buffer: BufferPlan) -> int:
 
 def _reduction_staging(plan: Plan, buffer: BufferPlan, leased: int = GRAD_SLOTS) -> list[int]:
     """Bytes in flight per rank when most is, and no more than so many `leased` gradients. A collective reduces in place; an
-    ordered one receives every rank's part of the shard before it adds them up, and holds what it sent where that was
-    rounded first."""
+    ordered one receives every rank's part of the shard before it adds them up."""
     world = plan.world_by_domain[buffer.key.domain]
     if not _is_ordered(buffer):
         return [0] * world
@@ -270,9 +269,7 @@ def _reduction_staging(plan: Plan, buffer: BufferPlan, leased: int = GRAD_SLOTS)
 
 
 def _flight(plan: Plan, bucket: BucketPlan, world: int) -> list[int]:
-    wire = reduce_op(bucket, plan.grad_dtype).dtype.itemsize
-    rounded = bucket.numel * wire if bucket.reducer == "ordered_bf16" and world > 1 else 0
-    return [rounded + world * bucket.shard_numel(rank) * wire for rank in range(world)]
+    return [world * bucket.shard_numel(rank) * plan.grad_dtype.itemsize for rank in range(world)]
 
 
 class _Homes(NamedTuple):

@@ -43,7 +43,9 @@ def test_a_line_of_a_file_or_a_flag_that_is_gone_says_what_to_write(
 
 
 @pytest.mark.parametrize(("name", "value"), sorted(GONE_VALUES))
-def test_a_value_that_is_gone_says_what_to_write(name: str, value: str, tmp_path: Path) -> None:
+def test_a_value_that_is_gone_says_what_to_write(
+    name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     advice = f"Earlier versions had {name}={value!r}: {GONE_VALUES[name, value]}."
     with pytest.raises(ValueError) as from_argument:
         layerwise.DataParallel(nn.Linear(2, 2), **{name: value})
@@ -53,3 +55,6 @@ def test_a_value_that_is_gone_says_what_to_write(name: str, value: str, tmp_path
     with pytest.raises(ConfigError) as from_file:
         load(str(file))
     assert advice in str(from_file.value)
+    for words in ((f"--{name}", value), (f"--{name}={value}",)):
+        assert main(["plan", "gpt2", "--world", "2", *words]) == 2
+        assert f"--{name} {value} is gone: {GONE_VALUES[name, value]}." in capsys.readouterr().err

@@ -50,7 +50,7 @@ def reduce_once(rank: int, world: int, layout: str, reducer: Reducer, dtype: tor
     assert reduction.dtype == dtype
     assert replica.grad is not None
     replica.grad.copy_(gradient_of(rank, replica.plan.numel, dtype))
-    reduction.start(replica.grad, replica.grad_shard, 0).wait()
+    reduction.start(replica.grad, replica.grad_shard).wait()
     return replica.grad_shard.clone(), replica.plan.shards.start(rank), sum(communicator.sent_nbytes.values())
 
 
@@ -81,7 +81,7 @@ def reduce_small(rank: int, world: int, reducer: Reducer) -> list[float]:
     assert replica.grad is not None
     replica.grad.fill_(256.0 if rank == 0 else 1.0)
     reduction = reduction_of(replica, plain_dtype(torch.bfloat16, "x"), Communicator(dist.group.WORLD))
-    return reduction.start(replica.grad, replica.grad_shard, 0).wait().tolist()
+    return reduction.start(replica.grad, replica.grad_shard).wait().tolist()
 
 
 @pytest.mark.parametrize("layout", ["compact", "replicated"])
@@ -100,7 +100,7 @@ def reduce_apart(rank: int, world: int, layout: str, reducer: Reducer) -> tuple[
     replica.grad.fill_(float(rank + 1))
     out = torch.full_like(replica.grad_shard, -1.0)
     reduction = reduction_of(replica, plain_dtype(torch.float32, "x"), Communicator(dist.group.WORLD))
-    found = reduction.start(replica.grad, out, 0).wait()
+    found = reduction.start(replica.grad, out).wait()
     return found.unique().tolist(), found.data_ptr() == out.data_ptr()
 
 
@@ -112,38 +112,6 @@ def test_a_sum_lands_where_it_was_asked_for(layout: str, reducer: Reducer) -> No
     assert run_ranks(2, reduce_apart, layout, reducer) == [([3.0], True)] * 2
 
 
-def wire_of(full: Tensor, *, rank: int = 0, round_number: int = 0, **options: Any) -> Tensor:
-    """What a rank puts on the wire with stochastic rounding: of one rank, that is what it gets back."""
-    replica = replica_of("flat", "ordered_bf16", 1, 0, **options)
-    communicator = Communicator(None)
-    communicator.rank = rank
-    reduction = reduction_of(replica, plain_dtype(torch.float32, "x"), communicator)
-    source = full.clone()
-    rounded = reduction._rounded(source, round_number)  # type: ignore[attr-defined]
-    assert torch.equal(source, full)
-    return rounded
-
-
-def test_every_rank_and_every_round_rounds_by_a_stream_of_its_own_that_repeats() -> None:
-    full = torch.randn(256, generator=torch.Generator().manual_seed(0))
-    streams = [wire_of(full, rank=rank, round_number=number) for rank in range(3) for number in range(3)]
-    again = [wire_of(full, rank=rank, round_number=number) for rank in range(3) for number in range(3)]
-    assert all(torch.equal(one, other) for one, other in zip(streams, again, strict=True))
-    assert len({tuple(stream.tolist()) for stream in streams}) == 9
-
-
-def test_buckets_of_one_round_do_not_round_alike() -> None:
-    full = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    found = []
-    for fqn in ("layer0.weight", "layer1.weight"):
-        module = shapes_module(SHAPES)
-        plan = make_plan(param_table(module), Options(layout="flat", reducer="ordered_bf16", bucket_numel=1), world=1)
-        replica = Storage(plan, named_trainables(module), {"dense": 0}).replicas[plan.bucket_of[fqn]]
-        reduction = reduction_of(replica, plain_dtype(torch.float32, "x"), Communicator(None))
-        found.append(reduction._rounded(full, 0))  # type: ignore[attr-defined]
-    assert not torch.equal(found[0], found[1])
-
-
 def test_one_rank_reduces_by_every_kind_and_sends_nothing() -> None:
     for layout, reducer in (("flat", "collective"), ("compact", "collective"), ("flat", "ordered")):
         replica = replica_of(layout, reducer, 1, 0)  # type: ignore[arg-type]
@@ -151,5 +119,5 @@ def test_one_rank_reduces_by_every_kind_and_sends_nothing() -> None:
         assert replica.grad is not None
         replica.grad.fill_(2.5)
         reduction = reduction_of(replica, plain_dtype(torch.float32, "x"), communicator)
-        assert reduction.start(replica.grad, replica.grad_shard, 0).wait().unique().tolist() == [2.5]
+        assert reduction.start(replica.grad, replica.grad_shard).wait().unique().tolist() == [2.5]
         assert set(communicator.sent_nbytes.values()) == {0}

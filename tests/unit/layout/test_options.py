@@ -39,12 +39,12 @@ def test_rules_cannot_be_changed_from_behind() -> None:
         (
             {"reducer": "orderd"},
             ValueError,
-            "reducer must be one of collective, ordered, ordered_bf16, got 'orderd'. Did you mean 'ordered'?",
+            "reducer must be one of collective, ordered, got 'orderd'. Did you mean 'ordered'?",
         ),
         (
             {"reducer": ["ordered"]},
             ValueError,
-            "reducer must be one of collective, ordered, ordered_bf16, got ['ordered'].",
+            "reducer must be one of collective, ordered, got ['ordered'].",
         ),
     ],
 )

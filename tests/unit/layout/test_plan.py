@@ -275,7 +275,7 @@ def test_auto_is_the_default_and_the_name_of_no_layout_of_a_buffer() -> None:
         ),
         (
             {"reducer": "order"},
-            "reducer must be one of collective, ordered, ordered_bf16, got 'order'. Did you mean 'ordered'?",
+            "reducer must be one of collective, ordered, got 'order'. Did you mean 'ordered'?",
         ),
         ({"bucket_numel": 0}, "the bucket size must be at least one element, got 0."),
     ],
@@ -305,11 +305,6 @@ REFUSED = [
         {"layout": "replicated", "shard_grads": True},
         "shard_grads=True with layout 'replicated' (buffer dense/matrix/bf16/replicated): its gradients are all-reduced",
     ),
-    (
-        {"reducer": "ordered_bf16", "grad_dtype": DType.BF16},
-        "reducer='ordered_bf16' with grad_dtype bf16: it rounds fp32 gradients to bf16 for the wire. Use reducer='ordered', which "
-        "sends gradients as they are, or grad_dtype fp32.",
-    ),
 ]
 
 
@@ -327,7 +322,7 @@ def test_what_cannot_be_combined_is_refused_with_an_alternative(changes: dict[st
         {"layout": "compact", "shard_grads": True, "reducer": "ordered"},
         {"layout": "replicated", "reducer": "ordered", "world": 1},
         {"layout": "compact", "shard_grads": True, "world": 1},
-        {"reducer": "ordered_bf16"},
+        {"reducer": "ordered", "grad_dtype": DType.BF16},
     ],
     ids=str,
 )

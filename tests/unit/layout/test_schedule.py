@@ -116,8 +116,7 @@ class Recount:
     def reduced(self, buffer: BufferPlan, bucket: BucketPlan) -> dict[str, int]:
         world, size = bucket.world, self.plan.grad_dtype.itemsize
         if self.plan.options.reducer != "collective":
-            wire = 2 if self.plan.options.reducer == "ordered_bf16" else size
-            return {"all_to_all": (bucket.numel - self.shard_numels(bucket)[self.ranks[bucket.domain]]) * wire}
+            return {"all_to_all": (bucket.numel - self.shard_numels(bucket)[self.ranks[bucket.domain]]) * size}
         if buffer.key.layout in ("compact", "replicated", "replicated:shared"):
             return {"all_reduce": 2 * (bucket.numel * size * (world - 1) // world)}
         return {"reduce_scatter": (world - 1) * (bucket.numel // world) * size}
@@ -200,8 +199,8 @@ BY_HAND: dict[str, tuple[dict[str, str], dict[str, int]]] = {
         {"reducer": "ordered"},
         {"all_to_all": 128 * 4, "all_reduce": STATS, "all_gather": 128 * 2},
     ),
-    "compact, ordered_bf16": (
-        {"reducer": "ordered_bf16"},
+    "compact, ordered in bf16": (
+        {"reducer": "ordered", "grad_dtype": DType.BF16},
         {"all_to_all": 128 * 2, "all_reduce": STATS, "uneven_all_gather": 128 * 2},
     ),
 }

@@ -33,7 +33,7 @@ ASKED: dict[str, Any] = {
     "layout": "compact",
     "rules": [RouteRule(pattern="weight", to="matrix")],
     "strict": True,
-    "reducer": "ordered_bf16",
+    "reducer": "ordered",
     "param_gather": "bf16",
     "shard_grads": True,
     "bucket_mib": 0.5,
@@ -50,7 +50,7 @@ def test_what_a_user_asks_for_arrives_in_the_plan() -> None:
         strict=True,
         grad_dtype=DType.FP32,
         bucket_numel=131072,
-        reducer="ordered_bf16",
+        reducer="ordered",
         param_gather="bf16",
     )
     other = {"reducer": "collective", "grad_dtype": torch.bfloat16}

@@ -32,7 +32,7 @@ def validated(*words: str) -> list[str]:
         (*PIPELINE, "--parallel.chunks", "3"),
         (*PIPELINE, "--parallel.chunks", "2", "--train.accumulation", "3"),
         ("--parallel.layout", "compact", "--parallel.reducer", "ordered", "--parallel.shard-grads", "true"),
-        ("--parallel.layout", "padded", "--parallel.reducer", "ordered_bf16", "--parallel.shard-grads", "true"),
+        ("--parallel.layout", "padded", "--parallel.reducer", "ordered", "--parallel.grad-dtype", "bf16"),
         (*PIPELINE, *EXPERTS, "--parallel.ep", "2", "--model.tie-embeddings", "true"),
         ("--parallel.fsdp", "4", "--parallel.replicate", "2", "--parallel.grad-dtype", "bf16"),
         ("--parallel.fsdp", "4", "--parallel.reshard-after-forward", "false", "--optim.qk-clip", "100"),
@@ -77,8 +77,8 @@ def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
             "parallel.reducer: expected collective with layout replicated, got ordered",
         ),
         (
-            ("--parallel.grad-dtype", "bf16", "--parallel.reducer", "ordered_bf16"),
-            "parallel.reducer: expected collective or ordered with grad_dtype bf16, got ordered_bf16",
+            ("--parallel.reducer", "ordered_bf16"),
+            "parallel.reducer: expected one of collective, ordered, got ordered_bf16. Earlier versions had",
         ),
         (
             ("--parallel.layout", "compact", "--parallel.shard-grads", "true"),

@@ -224,7 +224,7 @@ def sources_stay(rank: int, world: int) -> list[str]:
 
 
 def _late_gradients_stay(rank: int, complaints: list[str]) -> list[str]:
-    """Reduce gradients of which only the handle knows."""
+    """Reduce gradients that nothing but the handle keeps alive."""
     run = Run(rank, reducer="ordered")
     for replica, reduction in zip(run.replicas, run.model.engine.reducer._reductions, strict=True):
         reduction.start(torch.ones(replica.plan.numel), torch.empty_like(replica.grad_shard)).wait()

@@ -36,7 +36,7 @@ class Slot(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """Where every passage of every domain lies, and how much memory that takes."""
+    """The slot of every passage, domain by domain, and the bytes of memory in which all of them lie."""
 
     slots: tuple[tuple[Slot, ...], ...]
     nbytes: int

@@ -43,7 +43,7 @@ class Slots:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The time in which slots may be leased."""
+        """Allow leases inside the `with` block. Allocates the memory of all slots where there is none yet."""
         if self._memory.numel() < self.plan.nbytes:
             self._memory = torch.empty(self.plan.nbytes, dtype=torch.uint8, device=self._device)
         self._is_open = True

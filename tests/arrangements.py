@@ -275,7 +275,7 @@ def train_arranged(rank: int, world: int, arrangement: Arrangement) -> list[str]
     oracle, mesh = _oracle(arrangement), mesh_of(arrangement, world)
     # Only the first rank of a domain, and the first stage of a tie, start from the right values.
     wrong = 0 if place < arrangement.ep else rank
-    arguments = {**rules(Hyper(**arrangement.hyper)), "norm_groups": arrangement.norm_groups}
+    arguments = rules(Hyper(**arrangement.hyper), norm_groups=arrangement.norm_groups)
     runs = []
     for layout in arrangement.layouts:
         model = wrap_stage(arrangement, filled(arrangement, stage, expert_place, wrong), layout, mesh)

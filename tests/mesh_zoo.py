@@ -387,7 +387,7 @@ class Stage:
         self.params = dict(self.model.named_parameters())
         self.hyper = scene.hyper
         self.oracle = Oracle(self.whole, matrices, self.hyper, scaled_as=scaled_as)
-        self.optimizer = layerwise.Optimizer(given, **scene.options(), **options)
+        self.optimizer = layerwise.Optimizer(given, **{**scene.options(), **options})
 
     def box(self, fqn: str) -> tuple[slice, ...]:
         return self.mesh.box(self.model, fqn, self.whole[fqn].shape, self.rank)

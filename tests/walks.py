@@ -168,7 +168,7 @@ class Way:
             # Multiples of 2^-10.
             param.register_hook(lambda grad: (grad * 1024).round() / 1024)
         hyper = Hyper(matrix=self.matrix, ns_dtype=torch.float32, weight_decay=0.1, clip=1.0)
-        optimizer = layerwise.Optimizer(model, **rules(hyper), nonfinite=self.nonfinite)  # type: ignore[arg-type]
+        optimizer = layerwise.Optimizer(model, **rules(hyper, nonfinite=self.nonfinite))
         return model, optimizer
 
 

@@ -203,8 +203,8 @@ def is_missing(case: Case, fqn: str, rank: int, step: int) -> bool:
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def rules(hyper: Hyper) -> dict[str, Any]:
-    """The library's rules for the oracle's numbers."""
+def rules(hyper: Hyper, **policy: Any) -> dict[str, Any]:
+    """The library's arguments for the oracle's numbers, with more fields of its gradient policy."""
     decay = {"weight_decay": hyper.weight_decay, "weight_decay_mode": hyper.weight_decay_mode}
     muon: dict[str, Any] = {
         "lr": hyper.lr,
@@ -237,8 +237,9 @@ def rules(hyper: Hyper) -> dict[str, Any]:
         "matrix": matrix,
         "other": other,
         "clip_grad_norm": hyper.clip,
-        "clip": hyper.clip_scope,
-        "norm_groups": hyper.norm_groups,
+        "gradient_policy": layerwise.GradientPolicy(
+            **{"clip": hyper.clip_scope, "norm_groups": hyper.norm_groups, **policy}
+        ),
     }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from layerwise._version import __version__
 from layerwise.config.clipping import QKClip
+from layerwise.config.gradients import GradientPolicy
 from layerwise.config.rules import AdaMuon, AdamW, Lion, Muon, NorMuon
 from layerwise.errors import did_you_mean
 from layerwise.routing.heads import AttentionHeads
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionHeads",
     "Checkpoints",
     "DataParallel",
+    "GradientPolicy",
     "Lion",
     "LossScale",
     "Muon",

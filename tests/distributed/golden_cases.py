@@ -90,7 +90,9 @@ def _clipping() -> Iterator[tuple[str, Steps]]:
     scaled: dict[str, Any] = {
         "loss_scale": layerwise.LossScale(initial=2.0**8, growth_interval=2, hysteresis=1),
     }
-    groups: dict[str, Any] = {"norm_groups": {"stack": "experts", "attention": "qkv.*"}}
+    groups: dict[str, Any] = {
+        "gradient_policy": layerwise.GradientPolicy(norm_groups={"stack": "experts", "attention": "qkv.*"})
+    }
     for world in (2, 3):
         for layout in ("flat", "padded", "replicated"):
             base = Steps(world=world, layout=layout, steps=4)
@@ -98,7 +100,9 @@ def _clipping() -> Iterator[tuple[str, Steps]]:
             yield f"{layout} loss scale", replace(base, dtype=FP16, stepping=scaled, overflow=True)
         base = Steps(world=world)
         yield "flat clips others only", replace(base, hyper={"clip": 0.25, "clip_scope": "other-only"})
-        above = {"skip_above": 7.9 if world == 2 else 6.4}  # two of four steps
+        above = {
+            "gradient_policy": layerwise.GradientPolicy(skip_above=7.9 if world == 2 else 6.4)
+        }  # two of four steps
         yield "flat skips above", replace(base, stepping=above, hyper={"clip": None}, steps=4)
         yield "flat no clipping", replace(base, hyper={"clip": None}, overflow=True, dtype=BF16)
     yield "flat loss scale", Steps(world=1, steps=4, dtype=FP16, stepping=scaled, overflow=True)
@@ -164,7 +168,7 @@ def _stages() -> Iterator[tuple[str, Steps]]:
         yield f"{layout} stages ordered", replace(base, wrapping={"reducer": "ordered"}, dtype=BF16)
         yield f"{layout} stages released", replace(base, wrapping={"shard_grads": True})
         yield f"{layout} stages normuon", replace(base, hyper={"matrix": "normuon"})
-        groups: dict[str, Any] = {"norm_groups": {"expert": "*experts.*"}}
+        groups: dict[str, Any] = {"gradient_policy": layerwise.GradientPolicy(norm_groups={"expert": "*experts.*"})}
         yield f"{layout} stages norm groups", replace(base, stepping=groups, hyper={"clip": 0.25})
 
 
@@ -182,7 +186,14 @@ def _plain() -> Iterator[tuple[str, Steps]]:
             yield name, replace(base, hyper=hyper, steps=4)
     scale = layerwise.LossScale(initial=2.0**8, growth_interval=2, hysteresis=1)
     yield "loss scale", replace(base, dtype=FP16, stepping={"loss_scale": scale}, overflow=True, steps=4)
-    yield "norm groups", replace(base, stepping={"norm_groups": {"stack": "experts"}}, hyper={"clip": 0.25})
+    yield (
+        "norm groups",
+        replace(
+            base,
+            stepping={"gradient_policy": layerwise.GradientPolicy(norm_groups={"stack": "experts"})},
+            hyper={"clip": 0.25},
+        ),
+    )
 
 
 _TOPICS = {

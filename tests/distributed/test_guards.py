@@ -380,7 +380,7 @@ def test_a_copy_of_a_wrapped_module_is_a_model_of_its_own() -> None:
 
 def norms_of_a_stage(rank: int, world: int) -> dict[str, float]:
     module = nn.Sequential(Stage()) if rank else Stage()
-    settings = {"norm_groups": {"heads": "0.last.*"}, "clip_grad_norm": 0.5}
+    settings = {"gradient_policy": layerwise.GradientPolicy(norm_groups={"heads": "0.last.*"}), "clip_grad_norm": 0.5}
     _, optimizer = on_stages(rank, world, module=module, settings=settings)
     optimizer.step()
     return dict(optimizer.stats.norms)

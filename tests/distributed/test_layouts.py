@@ -375,7 +375,7 @@ def tie_with(rank: int, world: int, change: str) -> str:
 
     def build() -> None:
         model = layerwise.DataParallel(module, mesh=mesh, ties=ties, layout=layout, rules=rules_here)
-        layerwise.Optimizer(model, **{**rules(Hyper()), "norm_groups": norm_groups})
+        layerwise.Optimizer(model, **rules(Hyper(), norm_groups=norm_groups))
 
     return raised(build)
 

@@ -97,8 +97,7 @@ RULES: dict[str, dict[str, Any]] = {
     "muon in fp32, shape scale, clip switched off": {
         "ns_dtype": FP32,
         "scale": "shape",
-        "clip": 0.5,
-        "clip_scope": "none",
+        "clip": None,
     },
     "muon in fp16, unit rms": {"ns_dtype": FP16, "scale": "unit_rms", "momentum": 0.9},
     "normuon, shape scale, coupled decay": {

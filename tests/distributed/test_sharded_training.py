@@ -194,7 +194,7 @@ def test_a_rank_that_trains_on_the_wrong_data_is_seen() -> None:
 
 def without_empty(rank: int, world: int, mesh: str) -> list[str]:
     """Ranks that hold nothing of a param have no gradient of it."""
-    stage = Stage(rank, Scene(mesh, "odd"), strict_grads=True)
+    stage = Stage(rank, Scene(mesh, "odd"), gradient_policy=layerwise.GradientPolicy(strict_grads=True))
     for step in range(2):
         grads = stage.deliver(step)
         stage.oracle.step([grads])
@@ -280,7 +280,7 @@ def without_some(
 ) -> tuple[list[str], list[str]]:
     """Some ranks have no gradient of what they hold of a param, in the second of three steps. What steps say of it, and what
     is not as with a gradient of zeros there."""
-    stage = Stage(rank, Scene(mesh, model), strict_grads=strict)
+    stage = Stage(rank, Scene(mesh, model), gradient_policy=layerwise.GradientPolicy(strict_grads=strict))
     said, wrong = [], []
     for step in range(3):
         grads = stage.deliver(step)

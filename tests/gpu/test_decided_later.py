@@ -21,8 +21,14 @@ pytestmark = pytest.mark.skipif(
 
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "clipped": {"clip_grad_norm": 0.25, "norm_groups": {"experts": "experts"}},
-    "skipped above": {"skip_above": 100.0, "clip_grad_norm": 1.0, "clip": "other-only"},
+    "clipped": {
+        "clip_grad_norm": 0.25,
+        "gradient_policy": layerwise.GradientPolicy(norm_groups={"experts": "experts"}),
+    },
+    "skipped above": {
+        "clip_grad_norm": 1.0,
+        "gradient_policy": layerwise.GradientPolicy(skip_above=100.0, clip="other-only"),
+    },
 }
 
 

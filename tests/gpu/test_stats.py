@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.engine.policy import GradientPolicy
+import layerwise
+from layerwise.engine.policy import StepPolicy
 from layerwise.kernels.stats import add_totals, count_zeros, group_sums, square_sums, verdict_of
 from layerwise.kernels.triton_stats import fused_square_sums, fused_totals, fused_verdict, fused_zero_counts
 from layerwise.kernels.verdicts import LARGEST, Bounds
@@ -119,8 +120,8 @@ NAMES = ("experts", "matrix", "other", "routers")
 
 
 def bounds(**asked: Any) -> Bounds:
-    plain = {"clip_grad_norm": None, "clip": "all", "nonfinite": "skip", "skip_above": None, "strict_grads": False}
-    return GradientPolicy(**{**plain, **asked}).bounds(NAMES, 4.0)
+    clip_grad_norm = asked.pop("clip_grad_norm", None)
+    return StepPolicy(layerwise.GradientPolicy(**asked), clip_grad_norm).bounds(NAMES, 4.0)
 
 
 def by_hand(sums: list[float], clip: float, apart: bool) -> list[float]:

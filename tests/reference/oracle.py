@@ -153,7 +153,7 @@ class Oracle:
         return math.sqrt(sum(float(self.totals[fqn].double().square().sum()) for fqn in fqns)) / world
 
     def _clip(self, world: int) -> None:
-        if self.hyper.clip is None or self.hyper.clip_scope == "none":
+        if self.hyper.clip is None:
             return
         apart = list(self.hyper.norm_groups.values())
         common = [fqn for fqn in self.averaged if self.hyper.clip_scope == "all" or fqn not in self.matrices]

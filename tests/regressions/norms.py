@@ -12,7 +12,7 @@ from layerwise.comm.collectives import Communicator
 from layerwise.comm.handles import Handle
 from layerwise.engine import stats
 from layerwise.engine.engine import Engine
-from layerwise.engine.policy import GradientPolicy
+from layerwise.engine.policy import StepPolicy
 from layerwise.engine.stats import StatsPass
 from layerwise.engine.step import Stepper
 from layerwise.engine.step_plan import Live
@@ -154,7 +154,7 @@ def skip_together(rank: int, world: int) -> list[str]:
     """
     case = worlds.Case(model="few", options={"check_collectives": True})
     model = worlds.wrap(case, case.build())
-    optimizer = layerwise.Optimizer(model, **rules(Hyper()), skip_above=1e3)
+    optimizer = layerwise.Optimizer(model, **rules(Hyper(), skip_above=1e3))
     params = model.engine.storage.params
     found, decisions = [], []
     for step, factor in enumerate((1.0, 1e6, 1.0)):
@@ -178,7 +178,7 @@ def owners_decide(rank: int) -> Any:
     def local(real: Callable[..., None]) -> Callable[..., None]:
         def step(self: Stepper, live: Live) -> None:
             owns = any(shard.spans for shard in self._engine.storage.shards)
-            goes_on = mock.patch.object(GradientPolicy, "skip_reason", return_value="")
+            goes_on = mock.patch.object(StepPolicy, "skip_reason", return_value="")
             with nullcontext() if owns else goes_on:
                 real(self, live)
 

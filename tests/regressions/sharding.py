@@ -134,7 +134,7 @@ def missing_gradients(rank: int, world: int) -> list[str]:
 def _without_gradients(
     rank: int, mesh: str, model: str, lacks: Callable[[Stage, str], bool], *, strict: bool = False
 ) -> list[str]:
-    stage = Stage(rank, Scene(mesh, model), strict_grads=strict)
+    stage = Stage(rank, Scene(mesh, model), gradient_policy=layerwise.GradientPolicy(strict_grads=strict))
     for step in range(2):
         grads = stage.deliver(step)
         lacking: list[Any] = [None] * dist.get_world_size()

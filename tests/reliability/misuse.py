@@ -625,6 +625,15 @@ def _bad_setting(name: str, errors: Any, settings: dict[str, Any], *says: str, i
     misuse(name, errors, *says, instead=instead)(scene)
 
 
+def _bad_policy(name: str, errors: Any, fields: dict[str, Any], *says: str) -> None:
+    def scene() -> Scene:
+        model = layerwise.DataParallel(small())
+        yield model.module
+        optimizer_of(model, gradient_policy=layerwise.GradientPolicy(**fields))
+
+    misuse(name, errors, *says)(scene)
+
+
 _bad_setting(
     "a matrix rule for everything else",
     ValueError,
@@ -661,18 +670,33 @@ _bad_setting(
     "nan",
 )
 _bad_setting("a clip norm in words", (TypeError, ValueError), {"clip_grad_norm": "1"}, "clip_grad_norm")
-_bad_setting("an unknown clip scope", ValueError, {"clip": "matrix"}, "clip must be", "'other-only'", "'matrix'")
-_bad_setting(
+_bad_policy("an unknown clip scope", ValueError, {"clip": "matrix"}, "clip must be", "'other-only'", "'matrix'")
+_bad_policy(
     "an unknown policy for inf and NaN", ValueError, {"nonfinite": "zero"}, "nonfinite must be", "'skip'", "'zero'"
 )
-_bad_setting(
+_bad_policy(
     "a negative skip threshold",
     ValueError,
     {"skip_above": -1.0},
     "skip_above must be a positive number",
     "None switches it off",
 )
+_bad_policy(
+    "several bad fields of a gradient policy",
+    TypeError,
+    {"nonfinite": "zero", "norm_groups": ["*"], "strict_grads": "yes", "max_skipped": -1},
+    "nonfinite must be",
+    "norm_groups must be",
+    "strict_grads must be",
+    "max_skipped must be",
+)
 _bad_setting(
+    "a dict as a gradient policy",
+    TypeError,
+    {"gradient_policy": {"skip_above": 1.0}},
+    "gradient_policy must be a layerwise.GradientPolicy",
+)
+_bad_policy(
     "a norm group that matches nothing",
     ValueError,
     {"norm_groups": {"routers": "frist.weight"}},
@@ -680,14 +704,14 @@ _bad_setting(
     "matches no trainable param",
     "Did you mean 'first.weight'?",
 )
-_bad_setting(
+_bad_policy(
     "a norm group of frozen params only",
     ValueError,
     {"norm_groups": {"frozen": "fixed.*"}},
     "norm group 'frozen'",
     "no trainable param",
 )
-_bad_setting(
+_bad_policy(
     "a norm group with a reserved name",
     ValueError,
     {"norm_groups": {"matrix": "*"}},
@@ -696,7 +720,7 @@ _bad_setting(
 )
 _bad_setting("loss scaling by its name", TypeError, {"loss_scale": "dynamic"}, "loss_scale", "LossScale")
 for _groups in (["first.*"], "first.*", {"first": 3}, {1: "first.*"}):
-    _bad_setting(
+    _bad_policy(
         f"norm groups as {_groups!r}",
         TypeError,
         {"norm_groups": _groups},
@@ -922,7 +946,7 @@ def _() -> Scene:
     "Freeze what is unused",
 )
 def _() -> Scene:
-    _, module, optimizer = trained(strict_grads=True)
+    _, module, optimizer = trained(gradient_policy=layerwise.GradientPolicy(strict_grads=True))
     module.last.weight.sum().backward()
     yield optimizer
     optimizer.step()
@@ -930,7 +954,7 @@ def _() -> Scene:
 
 @misuse("NaN under nonfinite='raise'", NonFiniteError, "'first.weight'", "inf or NaN", "nothing was changed")
 def _() -> Scene:
-    _, module, optimizer = trained(nonfinite="raise")
+    _, module, optimizer = trained(gradient_policy=layerwise.GradientPolicy(nonfinite="raise"))
     (module.first.weight * math.nan).sum().backward()
     yield optimizer
     optimizer.step()
@@ -1145,7 +1169,10 @@ _settings_of_ranks(
 )
 _settings_of_ranks("loss scaling on one rank", ({}, {"loss_scale": layerwise.LossScale()}), "loss scale", "65536")
 _settings_of_ranks(
-    "another norm group on one rank", ({}, {"norm_groups": {"first": "first.*"}}), "norm groups", "first"
+    "another norm group on one rank",
+    ({}, {"gradient_policy": layerwise.GradientPolicy(norm_groups={"first": "first.*"})}),
+    "norm_groups",
+    "first",
 )
 
 
@@ -1203,7 +1230,7 @@ _on_one_rank(
     world=2,
 )
 def _(rank: int, world: int) -> Scene:
-    model, module, optimizer = trained(strict_grads=True)
+    model, module, optimizer = trained(gradient_policy=layerwise.GradientPolicy(strict_grads=True))
     if rank == 0:
         backward(model)
     else:
@@ -1223,7 +1250,7 @@ def _(rank: int, world: int) -> Scene:
     world=2,
 )
 def _(rank: int, world: int) -> Scene:
-    model, module, optimizer = trained(nonfinite="raise")
+    model, module, optimizer = trained(gradient_policy=layerwise.GradientPolicy(nonfinite="raise"))
     backward(model, rank)
     if rank == 1:
         (module.last.weight * math.nan).sum().backward()
@@ -1766,9 +1793,18 @@ _settings_of_stages(
     "clip_grad_norm: 1.0 against 2.0",
 )
 _settings_of_stages(
-    "another policy for NaN on one stage", PlanMismatchError, ({}, {"nonfinite": "raise"}), "nonfinite", "'raise'"
+    "another policy for NaN on one stage",
+    PlanMismatchError,
+    ({}, {"gradient_policy": layerwise.GradientPolicy(nonfinite="raise")}),
+    "nonfinite",
+    "'raise'",
 )
-_settings_of_stages("strict_grads on one stage", PlanMismatchError, ({}, {"strict_grads": True}), "strict_grads")
+_settings_of_stages(
+    "strict_grads on one stage",
+    PlanMismatchError,
+    ({}, {"gradient_policy": layerwise.GradientPolicy(strict_grads=True)}),
+    "strict_grads",
+)
 _settings_of_stages("zeros counted on one stage", PlanMismatchError, ({}, {"count_zeros": True}), "count zeros")
 _settings_of_stages(
     "loss scaling on one stage", PlanMismatchError, ({}, {"loss_scale": layerwise.LossScale()}), "loss scale"
@@ -1776,8 +1812,11 @@ _settings_of_stages(
 _settings_of_stages(
     "norm groups of one stage",
     PlanMismatchError,
-    ({"norm_groups": {"first": "first.*"}}, {"norm_groups": {"one": "first.*"}}),
-    "norm groups",
+    (
+        {"gradient_policy": layerwise.GradientPolicy(norm_groups={"first": "first.*"})},
+        {"gradient_policy": layerwise.GradientPolicy(norm_groups={"one": "first.*"})},
+    ),
+    "norm_groups",
     "'first' against 'one'",
 )
 _settings_of_stages(
@@ -1790,7 +1829,7 @@ _settings_of_stages(
 _settings_of_stages(
     "a norm group that matches on no stage",
     ValueError,
-    ({"norm_groups": {"heads": "head.*"}},) * 2,
+    ({"gradient_policy": layerwise.GradientPolicy(norm_groups={"heads": "head.*"})},) * 2,
     "norm group 'heads'",
     "matches no trainable param",
 )
@@ -1805,7 +1844,7 @@ _settings_of_stages(
 _settings_of_stages(
     "a norm group of one copy of a tied weight",
     (ValueError, PlanMismatchError),
-    ({"norm_groups": {"first": "first.*"}},) * 2,
+    ({"gradient_policy": layerwise.GradientPolicy(norm_groups={"first": "first.*"})},) * 2,
     "tie 'embedding'",
     "first",
     ties=("first.weight", "last.weight"),
@@ -1891,7 +1930,9 @@ _at_step(
     world=4,
 )
 def _(rank: int, world: int) -> Scene:
-    module, optimizer = on_stages(rank, world, settings={"strict_grads": True})
+    module, optimizer = on_stages(
+        rank, world, settings={"gradient_policy": layerwise.GradientPolicy(strict_grads=True)}
+    )
     if stage_of(rank, world):
         optimizer.zero_grad()
         module.last.weight.sum().backward()
@@ -1907,7 +1948,9 @@ def _(rank: int, world: int) -> Scene:
     world=4,
 )
 def _(rank: int, world: int) -> Scene:
-    module, optimizer = on_stages(rank, world, settings={"nonfinite": "raise"})
+    module, optimizer = on_stages(
+        rank, world, settings={"gradient_policy": layerwise.GradientPolicy(nonfinite="raise")}
+    )
     if rank == 3:
         (module.middle.weight * math.nan).sum().backward()
     yield optimizer
@@ -1921,7 +1964,7 @@ def _(rank: int, world: int) -> Scene:
     torch.manual_seed(1)
     module = Moe({"up": "expert"})
     model = layerwise.DataParallel(module, mesh=mesh_of(dp=1, ep=2))
-    optimizer = optimizer_of(model, nonfinite="raise")
+    optimizer = optimizer_of(model, gradient_policy=layerwise.GradientPolicy(nonfinite="raise"))
     model(torch.ones(2, 6)).sum().backward()
     if rank == 1:
         (module.up * math.nan).sum().backward()

@@ -77,7 +77,7 @@ class Run:
 
     def __init__(self, case: Case, settings: dict[str, Any]) -> None:
         self.model = wrap(case, case.build())
-        self.optimizer = layerwise.Optimizer(self.model, **rules(Hyper(ns_dtype=torch.float32)), **settings)
+        self.optimizer = layerwise.Optimizer(self.model, **{**rules(Hyper(ns_dtype=torch.float32)), **settings})
         self.shapes = {fqn: param.shape for fqn, param in self.model.engine.storage.params.items()}
 
     def step(self, rank: int, number: int, bad: Injection | None = None) -> None:
@@ -105,7 +105,7 @@ class Run:
 
 def settings_for(policy: str, *, scaled: bool) -> dict[str, Any]:
     scale = layerwise.LossScale(initial=LOSS_SCALE, hysteresis=10**6, growth_interval=10**6)
-    return {"nonfinite": policy, **({"loss_scale": scale} if scaled else {})}
+    return {"gradient_policy": layerwise.GradientPolicy(nonfinite=policy), **({"loss_scale": scale} if scaled else {})}
 
 
 def inject_all(rank: int, world: int, scaled: bool, policy: str, every: int) -> dict[str, tuple[str, str]]:

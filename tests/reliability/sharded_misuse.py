@@ -381,7 +381,7 @@ _lacking(
 
 @misuse("an unused sharded param under strict_grads", StateError, "head.weight (", "strict_grads=True", world=2)
 def _(rank: int, world: int) -> Scene:
-    stage = Stage(rank, Zoo("fsdp 2", "dense"), strict_grads=True)
+    stage = Stage(rank, Zoo("fsdp 2", "dense"), gradient_policy=layerwise.GradientPolicy(strict_grads=True))
     stage.deliver(0)
     stage.params["head.weight"].grad = None
     yield stage.optimizer

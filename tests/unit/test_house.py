@@ -96,6 +96,7 @@ def test_the_public_names_are_pinned() -> None:
         "AttentionHeads",
         "Checkpoints",
         "DataParallel",
+        "GradientPolicy",
         "Lion",
         "LossScale",
         "Muon",

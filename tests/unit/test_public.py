@@ -40,6 +40,7 @@ def test_help_of_a_class_names_every_argument(kind: type) -> None:
 def test_every_public_class_of_ours_was_looked_at() -> None:
     assert {kind.__name__ for kind in public_classes()} == {
         *("AdaMuon", "AdamW", "Lion", "Muon", "NorMuon", "RouteRule", "Split", "AttentionHeads", "QKClip", "LossScale"),
+        "GradientPolicy",
         *("DataParallel", "Optimizer", "Checkpoints"),
     }
 
@@ -247,7 +248,7 @@ def trained(**options: Any) -> layerwise.Optimizer:
 
 def test_stats_print_as_one_line_with_what_is_unusual() -> None:
     assert re.fullmatch(r"step 1, grad_norm [\d.]+, 0 B sent", str(trained().stats))
-    clipped = trained(clip_grad_norm=1e-3, norm_groups={"head": "1.*"})
+    clipped = trained(clip_grad_norm=1e-3, gradient_policy=layerwise.GradientPolicy(norm_groups={"head": "1.*"}))
     assert re.search(r"^step 1, .*, head clipped x[\d.e-]+, matrix clipped x", str(clipped.stats))
     skipped = StepStats(step=3, skipped=True, skip_reason="a gradient is inf", nonfinite=("a", "b"), missing={"c": 2})
     assert str(skipped) == "step 3, grad_norm nan, skipped: a gradient is inf, missing 1, nonfinite 2, 0 B sent"
@@ -255,7 +256,7 @@ def test_stats_print_as_one_line_with_what_is_unusual() -> None:
 
 
 def test_stats_as_a_dict_are_flat_and_plain_under_the_same_keys_at_every_step() -> None:
-    optimizer = trained(count_zeros=True, norm_groups={"head": "1.*"})
+    optimizer = trained(count_zeros=True, gradient_policy=layerwise.GradientPolicy(norm_groups={"head": "1.*"}))
     first = optimizer.stats.as_dict()
     assert {type(value) for value in first.values()} <= {int, float, bool, str}
     assert {

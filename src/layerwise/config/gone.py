@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_POLICY = "write gradient_policy=layerwise.GradientPolicy({}=...)"
+
 GONE: Mapping[str, str] = {
+    **{
+        name: _POLICY.format(name)
+        for name in ("clip", "max_skipped", "nonfinite", "norm_groups", "skip_above", "strict_grads")
+    },
     "prefetch": "leave it out; all gathers are launched in step(), or those of a chunk with overlap_param_gather='by chunk'",
     "align_param_gather": "write overlap_param_gather='by chunk'",
     "check_collectives": "set LAYERWISE_DEBUG=collectives in the environment of every rank",
@@ -17,6 +23,7 @@ GONE_VALUES: Mapping[tuple[str, str], str] = {
     ("reducer", "ordered_bf16"): (
         "write reducer='ordered'; with a grad_dtype of bf16 beside it the wire carries bf16 and the sum stays in fp32"
     ),
+    ("clip", "none"): "leave clip_grad_norm= of the Optimizer out, and nothing is clipped",
 }
 """Name of a setting that is still there and a value that it no longer takes -> what to do instead."""
 

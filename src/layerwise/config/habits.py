@@ -46,6 +46,13 @@ OF_ROUTE_RULE: Habits = {
     **dict.fromkeys(("name", "param", "regex"), "write pattern=, a glob such as '*.router.weight'"),
     **dict.fromkeys(("lr", "weight_decay", "momentum", "betas"), "write options={'lr': ...}"),
 }
+OF_GRADIENT_POLICY: Habits = {
+    **dict.fromkeys(
+        ("clip_grad_norm", "count_zeros", "loss_scale"),
+        "give it to the optimizer, as in layerwise.Optimizer(..., clip_grad_norm=1.0)",
+    ),
+    **dict.fromkeys(("max_norm", "grad_clip", "max_grad_norm", "clip_grad"), "write clip_grad_norm= of the Optimizer"),
+}
 OF_LOSS_SCALE: Habits = {
     "init_scale": "write initial=",
     "growth_factor": "write factor=",

@@ -14,7 +14,7 @@ from layerwise.engine.copies import check_copies, check_gradients
 from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.loss_scale import LossScaler
-from layerwise.engine.policy import GradientPolicy
+from layerwise.engine.policy import StepPolicy
 from layerwise.engine.qk_clip import Clipper
 from layerwise.engine.stats import StatsPass
 from layerwise.engine.step_plan import Live, StepPlan
@@ -125,7 +125,7 @@ class Measure:
         """The same of a step that was foreseen: there is nothing to tell."""
         return self._stats_pass.reduce_alone(begun.vector, begun.divisors)
 
-    def decide(self, begun: Begun, policy: GradientPolicy) -> Tensor:
+    def decide(self, begun: Begun, policy: StepPolicy) -> Tensor:
         """What is to be done about the gradients, on the device."""
         return self._stats_pass.decide(begun.vector, policy.bounds(tuple(self.names), begun.divisors.common))
 
@@ -147,7 +147,7 @@ class Measure:
         self._changed.clear()
 
     @property
-    def policy_now(self) -> GradientPolicy:
+    def policy_now(self) -> StepPolicy:
         """The policy of the coming step: clipping twice is clipping to the smaller norm."""
         asked = (self._policy.clip_grad_norm, self._engine.gradients.said.clip_norm)
         return replace(self._policy, clip_grad_norm=min((bound for bound in asked if bound is not None), default=None))
@@ -188,7 +188,7 @@ class Measure:
         return {
             "step": self._engine.count.steps,
             "loss_scale": self._scaler.scale if self._scaler is not None else None,
-            "policy": repr(self.policy_now),
+            "policy": self.policy_now.facts(),
             "weights changed from outside": self._changed_hashes(),
             **live.settings(),
         }
@@ -248,7 +248,7 @@ class Measure:
                 "hold the same part of a param, so expected one on all of them or on none. Run the same modules on every rank, or use "
                 "find_unused_parameters=True of DistributedDataParallel; zero_grad() on all ranks goes on from here."
             )
-        if self._policy.strict_grads and totals.missing:
+        if self._policy.given.strict_grads and totals.missing:
             world = self._engine.plan.world
             names = [f"{fqn} ({count} of {world} ranks)" for fqn, count in totals.missing.items()]
             raise StateError(

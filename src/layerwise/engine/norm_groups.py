@@ -14,17 +14,6 @@ def assign_norm_groups(plan: Plan, norm_groups: Mapping[str, str], everywhere: C
 
     `everywhere` has the trainable params of all pipeline stages: a group may have members on another one only.
     """
-    if not isinstance(norm_groups, Mapping) or not all(
-        isinstance(text, str) and text for pair in norm_groups.items() for text in pair
-    ):
-        raise TypeError(
-            f"norm_groups must be a dict from the name of a group to a glob on param names, got {norm_groups!r}."
-        )
-    for name in norm_groups:
-        if name in ("matrix", "other"):
-            raise ValueError(
-                f"norm group {name!r} has a reserved name: 'matrix' and 'other' are the two families. Choose another."
-            )
     trainable = [param.fqn for param in plan.table if plan.routes[param.fqn].family != "frozen"]
     for name, pattern in norm_groups.items():
         if not any(fnmatchcase(fqn, pattern) for fqn in everywhere):

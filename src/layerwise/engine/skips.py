@@ -33,7 +33,7 @@ class Skips:
             self._has_told = True
             many = f"{count} steps in a row were skipped" if count > 1 else f"step {step} was skipped"
             warn(
-                f"{many}: {reason}. Weights and optimizer state stay as they are; see optimizer.stats, and max_skipped= to raise "
-                "instead.",
+                f"{many}: {reason}. Weights and optimizer state stay as they are; see optimizer.stats, and GradientPolicy(max_skipped=) to "
+                "raise instead.",
                 aloud=aloud,
             )

@@ -27,7 +27,7 @@ from layerwise.engine.engine import Engine
 from layerwise.engine.gradients import Divisors
 from layerwise.engine.loss_scale import LossScaler
 from layerwise.engine.measure import Begun, Measure
-from layerwise.engine.policy import GradientPolicy
+from layerwise.engine.policy import StepPolicy
 from layerwise.engine.qk_clip import NOTHING_CLIPPED, Clipped, Clipper
 from layerwise.engine.skips import Skips
 from layerwise.engine.step_plan import Live, StepPlan
@@ -59,7 +59,7 @@ class _Left(NamedTuple):
     """A step that was launched before it was known what became of it."""
 
     totals: Callable[[], Totals]
-    policy: GradientPolicy
+    policy: StepPolicy
     options: Sequence[LiveOptions]
     bytes_by_collective: Mapping[str, int]
 
@@ -72,7 +72,7 @@ class Stepper:
         self._plan = plan
         self._wire_dtypes = wire_dtypes
         self._policy = plan.policy
-        self._skips = Skips(plan.policy.max_skipped)
+        self._skips = Skips(plan.policy.given.max_skipped)
         self.scaler = LossScaler(plan.loss_scale) if plan.loss_scale is not None else None
         self._clipper = Clipper(engine, plan.watched) if plan.watched is not None else None
         self._measure = Measure(engine, plan, self.scaler, self._clipper)
@@ -141,7 +141,7 @@ class Stepper:
             clipped = self._advance(totals.divisors, coefficients, None, live)
         sent = self._engine.traffic.sent({} if skip_reason else self._engine.publisher.due_nbytes)
         self._record(totals, coefficients, skip_reason, clipped, live.options, sent)
-        if self._policy.nonfinite == "raise" and (unfit := policy.unfit(totals)):
+        if self._policy.given.nonfinite == "raise" and (unfit := policy.unfit(totals)):
             self._untold.clear()
             raise NonFiniteError(f"{unfit}; the step was not taken and nothing was changed.")
 
@@ -186,7 +186,7 @@ class Stepper:
     def _may_decide_later(self) -> bool:
         """Whether nobody has to know what became of a step before it ends: no other rank, no exception that was asked for, no
         scale of the next loss; and nothing is updated but by kernels that ask the verdict."""
-        policy, engine = self._policy, self._engine
+        policy, engine = self._policy.given, self._engine
         is_asked = policy.nonfinite == "raise" or policy.max_skipped is not None
         is_bound = self.scaler is not None or self._clipper is not None or self.update.keeps_at_home
         is_alone = engine.groups.world == 1 and not engine.gradients.are_copies
@@ -215,8 +215,6 @@ class Stepper:
     def clip_next_step(self, max_norm: float, ask: Callable[[], Live]) -> float:
         """The norm of the gradients as they are, which the coming step is clipped by. What is asked for is a setting of
         that step, the same on every rank, and goes with the gradients."""
-        if self._policy.clip == "none":
-            raise ValueError("clip_grad_norm_() was called with clip='none': expected a scope to clip. Leave clip out.")
         replace(self._policy, clip_grad_norm=max_norm)  # raises for what is no bound
         said = self._engine.gradients.said
         # Clipping twice is clipping to the smaller norm.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale
 from layerwise.engine.param_groups import GroupPlan
-from layerwise.engine.policy import GradientPolicy
+from layerwise.engine.policy import StepPolicy
 from layerwise.engine.qk_clip import Watched
 
 
@@ -18,17 +18,20 @@ class StepPlan(NamedTuple):
 
     groups: tuple[GroupPlan, ...]
     norm_group_of: dict[str, str]
-    norm_group_names: tuple[str, ...]
-    policy: GradientPolicy
+    policy: StepPolicy
     loss_scale: LossScale | None
     count_zeros: bool
     watched: Watched | None
 
+    @property
+    def norm_group_names(self) -> tuple[str, ...]:
+        """Names of the norm groups that the gradient policy adds to the two families."""
+        return tuple(self.policy.given.norm_groups or ())
+
     def common_facts(self) -> dict[str, object]:
         """What ranks of all pipeline stages must have in common."""
         return {
-            "norm groups": list(self.norm_group_names),
-            "policy": asdict(self.policy),
+            "policy": self.policy.facts(),
             "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
             "count zeros": self.count_zeros,
             "qk_clip": repr(self.watched.clip) if self.watched is not None else None,

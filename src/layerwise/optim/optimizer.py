@@ -14,13 +14,14 @@ from layerwise.comm.groups import ProcessGroup, agree, any_rank, derive_together
 from layerwise.comm.roster import check_alike
 from layerwise.comm.sharded import like
 from layerwise.config.clipping import QKClip
+from layerwise.config.gradients import GradientPolicy
 from layerwise.config.habits import OF_OPTIMIZER, understands
 from layerwise.config.rules import Rule
 from layerwise.engine.algorithms import LiveOptions
 from layerwise.engine.loss_scale import LossScale, checked_loss_scale
 from layerwise.engine.norm_groups import assign_norm_groups
 from layerwise.engine.param_groups import PLANNED, Arranged, all_in_words, live_rule, plan_groups, ties_in_words, uncut
-from layerwise.engine.policy import ClipScope, GradientPolicy, OnNonFinite
+from layerwise.engine.policy import StepPolicy
 from layerwise.engine.qk_clip import plan_clipping
 from layerwise.engine.step import Stepper
 from layerwise.engine.step_plan import Live, StepPlan
@@ -61,18 +62,12 @@ class Optimizer(torch.optim.Optimizer):
         check_replicas: with reduced gradients, compare a hash of all weights and gradients across ranks at every step, and
             not at the first only; slow, for debugging.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
-        clip: whose gradients: "all", "other-only" (the norm and the clipping leave matrices out) or "none".
-        norm_groups: named groups of params (name -> glob) that are clipped by a norm of their own.
-        nonfinite: what to do when a reduced gradient holds inf or NaN, or a norm is so large after clipping that its square is inf
-            in fp32 (above 1.8e19): "skip" the step, "raise" on every rank, or "ignore".
-        skip_above: skip a step whose gradient norm (`stats.grad_norm`, which leaves named groups out) is larger.
+        gradient_policy: a `GradientPolicy`: whose gradients are clipped by which norm, which steps are skipped, and what raises.
+            None stands for its defaults.
         count_zeros: also count zero gradient elements.
         loss_scale: dynamic loss scaling for fp16; then call `scale_loss(loss).backward()`.
         qk_clip: scale down the query and key weights of attention heads whose logits were too large (MuonClip); modules
             say which rows belong to which head by a method `attention_heads()`.
-        strict_grads: raise, on every rank, when a param got no gradient somewhere, instead of counting it as zero.
-        max_skipped: raise, on every rank, when more steps than this are skipped in a row; None goes on for ever. The first
-            skipped step is warned of, and the tenth in a row.
     """
 
     def __init__(
@@ -90,15 +85,10 @@ class Optimizer(torch.optim.Optimizer):
         layout: str | None = None,
         check_replicas: bool = False,
         clip_grad_norm: float | None = None,
-        clip: ClipScope = "all",
-        norm_groups: Mapping[str, str] | None = None,
-        nonfinite: OnNonFinite = "skip",
-        skip_above: float | None = None,
+        gradient_policy: GradientPolicy | None = None,
         count_zeros: bool = False,
         loss_scale: LossScale | None = None,
         qk_clip: QKClip | None = None,
-        strict_grads: bool = False,
-        max_skipped: int | None = None,
     ) -> None:
         asked = Asked(
             rules=rules,
@@ -120,24 +110,17 @@ class Optimizer(torch.optim.Optimizer):
         def plan_arguments() -> StepPlan:
             refuse_unfit(self.engine, asked)
             param_groups = plan_groups(plan, matrix=matrix, other=other)
+            policy = StepPolicy(GradientPolicy() if gradient_policy is None else gradient_policy, clip_grad_norm)
             if self.engine.groups.rank == 0 and (idle := uncut(plan, param_groups)):
                 warn(idle)
             return StepPlan(
                 groups=param_groups,
                 norm_group_of=assign_norm_groups(
                     plan,
-                    {} if norm_groups is None else norm_groups,
+                    policy.given.norm_groups or {},
                     {fqn for fqns in self.engine.roster.fqns for fqn in fqns},
                 ),
-                norm_group_names=tuple(norm_groups or ()),
-                policy=GradientPolicy(
-                    clip_grad_norm=clip_grad_norm,
-                    clip=clip,
-                    nonfinite=nonfinite,
-                    skip_above=skip_above,
-                    strict_grads=strict_grads,
-                    max_skipped=max_skipped,
-                ),
+                policy=policy,
                 loss_scale=checked_loss_scale(loss_scale, plan),
                 count_zeros=count_zeros,
                 watched=plan_clipping(self.engine, qk_clip),

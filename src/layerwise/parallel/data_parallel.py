@@ -244,7 +244,7 @@ class DataParallel(nn.Module):
         """Clip the gradients of the coming `step()` to this global norm; returns the norm as it is, over all ranks.
 
         The same bits as with `clip_grad_norm=` of the `Optimizer`, which takes one pass over gradients less. Call it on
-        every rank, after backward. As in that one, `clip=` and `norm_groups=` say whose norm it is.
+        every rank, after backward. `clip` and `norm_groups` of the optimizer's `GradientPolicy` say whose norm it is.
         """
         if norm_type != 2.0:
             raise ValueError(f"norm_type must be 2, got {norm_type!r}: gradients are clipped by their Euclidean norm.")

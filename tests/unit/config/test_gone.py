@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from layerwise.config.load import load
 from layerwise.errors import ConfigError
 
 SECTION_OF_VALUES = {"layout": "parallel", "reducer": "parallel"}
+
+FIELDS_OF_POLICY = {field.name for field in dataclasses.fields(layerwise.GradientPolicy)}
 
 
 @pytest.mark.parametrize("name", sorted(GONE))
@@ -47,9 +51,12 @@ def test_a_value_that_is_gone_says_what_to_write(
     name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     advice = f"Earlier versions had {name}={value!r}: {GONE_VALUES[name, value]}."
+    takes = layerwise.GradientPolicy if name in FIELDS_OF_POLICY else partial(layerwise.DataParallel, nn.Linear(2, 2))
     with pytest.raises(ValueError) as from_argument:
-        layerwise.DataParallel(nn.Linear(2, 2), **{name: value})
+        takes(**{name: value})
     assert advice in str(from_argument.value)
+    if name not in SECTION_OF_VALUES:
+        return
     file = tmp_path / "run.toml"
     file.write_text(f'[{SECTION_OF_VALUES[name]}]\n{name} = "{value}"\n')
     with pytest.raises(ConfigError) as from_file:

@@ -118,7 +118,7 @@ def test_what_cannot_be_trained_yet_is_named(wrap: Wrap) -> None:
 def test_a_step_that_is_refused_leaves_gradients_where_they_are() -> None:
     """Of a plain module, whose `.grad` is the user's: to be looked at, and for the step that is right."""
     module, x = build(), torch.ones(2, 8)
-    optimizer = optimizer_of(module, nonfinite="raise")
+    optimizer = optimizer_of(module, gradient_policy=layerwise.GradientPolicy(nonfinite="raise"))
     (module(x).sum() * float("nan")).backward()
     with pytest.raises(NonFiniteError):
         optimizer.step()

@@ -87,7 +87,7 @@ def test_a_bad_step_among_good_ones_matches_the_oracle_bitwise(bad: float) -> No
 
 
 def test_a_skipped_step_is_told_when_somebody_asks_and_changed_nothing() -> None:
-    module, optimizer = plain(skip_above=100.0)
+    module, optimizer = plain(gradient_policy=layerwise.GradientPolicy(skip_above=100.0))
     feed(module, 0)
     optimizer.step()
     before = hash_everything(optimizer)
@@ -103,7 +103,12 @@ def test_a_skipped_step_is_told_when_somebody_asks_and_changed_nothing() -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_skipped"), [({}, True), ({"nonfinite": "ignore"}, False), ({"clip_grad_norm": 1.0}, False)]
+    ("asked", "is_skipped"),
+    [
+        ({}, True),
+        ({"gradient_policy": layerwise.GradientPolicy(nonfinite="ignore")}, False),
+        ({"clip_grad_norm": 1.0}, False),
+    ],
 )
 def test_a_norm_whose_square_overflows_is_skipped_by_the_verdict_and_by_what_is_told_of_it(
     asked: dict[str, Any], is_skipped: bool
@@ -144,7 +149,10 @@ def test_whoever_saves_or_loads_has_the_number_of_steps_that_were_taken(ask: str
 
 
 def test_what_was_asked_for_as_an_exception_comes_at_once() -> None:
-    for asked, error in (({"nonfinite": "raise"}, NonFiniteError), ({"max_skipped": 0}, StateError)):
+    for asked, error in (
+        ({"gradient_policy": layerwise.GradientPolicy(nonfinite="raise")}, NonFiniteError),
+        ({"gradient_policy": layerwise.GradientPolicy(max_skipped=0)}, StateError),
+    ):
         module, optimizer = plain(**asked)
         feed(module, 0, bad=math.nan)
         before = hash_everything(optimizer)
@@ -158,7 +166,7 @@ def test_a_step_without_gradients_and_with_strict_ones_is_refused_at_once() -> N
     with pytest.warns(UserWarning, match="no param has a gradient"):
         optimizer.step()
     assert is_known(optimizer)
-    module, optimizer = plain(strict_grads=True)
+    module, optimizer = plain(gradient_policy=layerwise.GradientPolicy(strict_grads=True))
     feed(module, 0)
     module.tall.weight.grad = None
     before = hash_everything(optimizer)

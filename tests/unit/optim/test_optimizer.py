@@ -11,7 +11,7 @@ from torch import nn
 
 import layerwise
 from layerwise.engine.gradients import Divisors
-from layerwise.engine.policy import GradientPolicy
+from layerwise.engine.policy import StepPolicy
 from layerwise.engine.totals import Totals
 from layerwise.engine.update import Update
 from layerwise.errors import NonFiniteError, StateError
@@ -36,8 +36,8 @@ def totals(**square_sums: float) -> Totals:
 
 
 def clip_coefficients(found: Totals, scope: Any) -> dict[str, float]:
-    """What a policy that clips to norm 1 multiplies each group with."""
-    policy = GradientPolicy(clip_grad_norm=1.0, clip=scope, nonfinite="skip", skip_above=None, strict_grads=False)
+    """Factors of the norm groups under a policy that clips to norm 1; without a scope nothing is clipped."""
+    policy = StepPolicy(layerwise.GradientPolicy(clip=scope or "all"), None if scope is None else 1.0)
     return policy.clip_coefficients(found, list(found.square_sums))
 
 
@@ -50,7 +50,7 @@ def test_a_norm_is_the_root_of_added_squares_over_the_divisor() -> None:
     [
         ("all", {"matrix": 0.4, "other": 0.4}),
         ("other-only", {"matrix": 1.0, "other": 0.5}),
-        ("none", {"matrix": 1.0, "other": 1.0}),
+        (None, {"matrix": 1.0, "other": 1.0}),
     ],
 )
 def test_each_clip_scope_clips_its_families_by_their_common_norm(scope: Any, expected: dict[str, float]) -> None:
@@ -58,10 +58,10 @@ def test_each_clip_scope_clips_its_families_by_their_common_norm(scope: Any, exp
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_named_norm_group_is_clipped_by_its_own_norm_in_every_scope_but_none() -> None:
+def test_a_named_norm_group_is_clipped_by_its_own_norm_unless_nothing_is_clipped() -> None:
     found = clip_coefficients(totals(matrix=0.01, router=400.0), "all")
     assert found == pytest.approx({"matrix": 1.0, "other": 1.0, "router": 0.1}, rel=1e-5)
-    assert set(clip_coefficients(totals(router=400.0), "none").values()) == {1.0}
+    assert set(clip_coefficients(totals(router=400.0), None).values()) == {1.0}
 
 
 def zoo(**settings: Any) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
@@ -77,7 +77,9 @@ def feed(model: layerwise.DataParallel, *, scale: float = 1.0, without: str = ""
 
 
 def test_stats_tell_norms_per_group_zeros_and_missing_params() -> None:
-    model, optimizer = zoo(norm_groups={"experts": "experts"}, count_zeros=True)
+    model, optimizer = zoo(
+        gradient_policy=layerwise.GradientPolicy(norm_groups={"experts": "experts"}), count_zeros=True
+    )
     feed(model, without="row.weight")
     optimizer.step()
     stats = optimizer.stats
@@ -93,7 +95,7 @@ def test_stats_tell_norms_per_group_zeros_and_missing_params() -> None:
 
 
 def test_a_step_above_the_threshold_is_skipped_with_nothing_changed_and_its_norm_in_the_reason() -> None:
-    model, optimizer = zoo(skip_above=100.0)
+    model, optimizer = zoo(gradient_policy=layerwise.GradientPolicy(skip_above=100.0))
     feed(model)
     optimizer.step()
     before = hash_everything(optimizer)
@@ -108,7 +110,7 @@ def test_a_step_above_the_threshold_is_skipped_with_nothing_changed_and_its_norm
 @pytest.mark.parametrize("asked", ["skip", "raise"])
 def test_a_norm_whose_square_overflows_is_taken_as_a_gradient_that_is_not_finite(asked: Any) -> None:
     """AdamW's second moment would be inf, and its params would never move again."""
-    model, optimizer = zoo(nonfinite=asked, norm_groups={"gain": "gain"})
+    model, optimizer = zoo(gradient_policy=layerwise.GradientPolicy(nonfinite=asked, norm_groups={"gain": "gain"}))
     feed(model)
     optimizer.step()
     before = hash_everything(optimizer)
@@ -121,7 +123,9 @@ def test_a_norm_whose_square_overflows_is_taken_as_a_gradient_that_is_not_finite
     assert hash_everything(optimizer) == before
 
 
-@pytest.mark.parametrize("settings", [{"nonfinite": "ignore"}, {"clip_grad_norm": 1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"gradient_policy": layerwise.GradientPolicy(nonfinite="ignore")}, {"clip_grad_norm": 1.0}]
+)
 def test_a_huge_norm_is_no_reason_where_it_is_to_be_ignored_or_clipping_makes_it_small(settings: Any) -> None:
     model, optimizer = zoo(**settings)
     feed(model, scale=2.0**70)
@@ -135,7 +139,7 @@ def test_a_huge_norm_is_no_reason_where_it_is_to_be_ignored_or_clipping_makes_it
 
 
 def test_clipping_the_other_family_alone_leaves_a_huge_norm_to_matrices() -> None:
-    model, optimizer = zoo(clip_grad_norm=1.0, clip="other-only")
+    model, optimizer = zoo(clip_grad_norm=1.0, gradient_policy=layerwise.GradientPolicy(clip="other-only"))
     feed(model, scale=2.0**70)
     with pytest.warns(UserWarning, match=r"in fp32: \S+ of 'matrix'\."):
         optimizer.step()

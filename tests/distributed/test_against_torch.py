@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, SequentialLR
 
 import layerwise
+from layerwise.kernels import recorded
+from layerwise.kernels.newton_schulz import orthogonalize
 from tests.distributed.jobs import losses_of_scaling, plain_against_wrapped, resume
 from tests.ranks import run_ranks
 from tests.worlds import Net, hash_everything, hash_tensors, held, net_loss
@@ -69,18 +71,24 @@ class BesideTorch:
         return found
 
 
-def muon_beside_torch(*, ns_dtype: str, nesterov: bool, method: str, lr: float, adjust: str) -> BesideTorch:
+def muon_beside_torch(*, ns_dtype: str, nesterov: bool, lr: float, adjust: str) -> BesideTorch:
     matrix = layerwise.Muon(
         lr=lr,
         weight_decay=0.1,
         nesterov=nesterov,
         coefficients="simple",
         ns_dtype=ns_dtype,
-        method=method,
         scale=SCALES[adjust],
     )
     options = {"lr": lr, "weight_decay": 0.1, "momentum": 0.95, "nesterov": nesterov, "adjust_lr_fn": adjust}
     return BesideTorch(matrix, torch.optim.Muon, **options)
+
+
+def form_of_all(method: str) -> Any:
+    """Steps in here take one form of Newton-Schulz, "standard" or "gram", for matrices of any shape."""
+    return mock.patch.object(
+        recorded, "orthogonalize", lambda update, **options: orthogonalize(update, **{**options, "method": method})
+    )
 
 
 def largest_update(lr: float, module: nn.Module, adjust: str) -> list[float]:
@@ -99,13 +107,14 @@ def test_muon_equals_torch_muon_in_fp32(nesterov: bool, method: str, adjust: str
     # code runs in fp32. What is left is the rounding of fp32 products in another order (and, for gram, of other products): some 1e-6 of the largest update
     # each, over five steps of slope 3.4.
     lr = 0.02
-    pair = muon_beside_torch(ns_dtype="fp32", nesterov=nesterov, method=method, lr=lr, adjust=adjust)
+    pair = muon_beside_torch(ns_dtype="fp32", nesterov=nesterov, lr=lr, adjust=adjust)
     to = torch.Tensor.to
 
     def to_fp32(tensor: Tensor, *args: Any, **how: Any) -> Tensor:
         return to(tensor, *args, **{**how, "dtype": torch.float32} if how.get("dtype") == torch.bfloat16 else how)
 
     with (
+        form_of_all(method),
         mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone()),
         mock.patch.object(torch.Tensor, "to", to_fp32),
     ):
@@ -122,9 +131,10 @@ def test_muon_equals_torch_muon_as_it_is_within_bf16(method: str, adjust: str) -
     # As torch ships it, Newton-Schulz runs in bf16 on both sides with other intermediate roundings. bf16 has 8 bits (0.4 %), five steps and their slope make
     # it 2 % of the largest update per step; over six steps the errors add up.
     lr = 0.02
-    pair = muon_beside_torch(ns_dtype="bf16", nesterov=True, method=method, lr=lr, adjust=adjust)
+    pair = muon_beside_torch(ns_dtype="bf16", nesterov=True, lr=lr, adjust=adjust)
     for number in range(6):
-        pair.step(number)
+        with form_of_all(method):
+            pair.step(number)
         for distance, update in zip(pair.distances(), largest_update(lr, pair.ours, adjust), strict=True):
             assert distance <= 0.02 * (number + 1) * update
     assert max(pair.momentum_distances()) <= 1e-6

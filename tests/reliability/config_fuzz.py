@@ -296,7 +296,6 @@ def make_small(rng: random.Random, folder: Path) -> tuple[TrainConfig, int]:
         "optim.other_rule": ("adamw", "lion"),
         "optim.weight_decay_mode": ("decoupled", "independent", "coupled"),
         "optim.coefficients": ("simple", "quintic", "polar_express"),
-        "optim.method": ("standard", "gram", "auto"),
         "optim.scale": ("rms", "spectral", "shape", "unit_rms", "none"),
         "optim.ns_dtype": ("bf16", "fp32"),
         "optim.tp_mode": ("auto", "blockwise"),

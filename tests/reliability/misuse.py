@@ -607,7 +607,6 @@ _bad_rule(
     "'l2'",
 )
 _bad_rule("an unknown ns_dtype", lambda: layerwise.Muon(lr=0.1, ns_dtype="fp8"), "ns_dtype", "bf16", "'fp8'")
-_bad_rule("an unknown method", lambda: layerwise.Muon(lr=0.1, method="qr"), "method", "gram", "'qr'")
 _bad_rule("a loss scale of zero", lambda: layerwise.LossScale(initial=0.0), "LossScale", "initial")
 _bad_rule("an endless loss scale", lambda: layerwise.LossScale(initial=math.inf), "LossScale", "initial")
 _bad_rule("a loss scale that never shrinks", lambda: layerwise.LossScale(factor=1.0), "LossScale", "factor")

@@ -77,7 +77,7 @@ def _newton_schulz(shape: tuple[int, int, int], device: torch.device, tflops: fl
     place, recorder = torch.empty_like(values), Recorder()
     schedule = coefficient_schedule("polar_express", _STEPS)
     found = median_ms(
-        lambda: recorder.orthogonalize(place, schedule=schedule, method="auto", dtype=torch.bfloat16),
+        lambda: recorder.orthogonalize(place, schedule=schedule, dtype=torch.bfloat16),
         lambda: place.copy_(values),
         device=device,
     )

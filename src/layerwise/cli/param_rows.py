@@ -151,7 +151,7 @@ def _rules_by_fqn(plan: Plan, config: TrainConfig) -> Mapping[str, Rule]:
 def _flops(rule: Rule | None, rows: int, cols: int) -> int:
     if not isinstance(rule, Muon):  # an element-wise rule may have the matrices too
         return 0
-    return NewtonSchulz(steps=rule.steps, method=rule.method).flops(rows, cols)
+    return NewtonSchulz(steps=rule.steps).flops(rows, cols)
 
 
 def totals_of(rows: Sequence[ParamRow]) -> dict[str, RuleTotal]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 _POLICY = "write gradient_policy=layerwise.GradientPolicy({}=...)"
 
 GONE: Mapping[str, str] = {
+    "method": "leave it out; the form of Newton-Schulz that takes less work is chosen for every matrix by its shape",
     **{
         name: _POLICY.format(name)
         for name in ("clip", "max_skipped", "nonfinite", "norm_groups", "skip_above", "strict_grads")

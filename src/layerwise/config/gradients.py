@@ -78,7 +78,7 @@ class GradientPolicy:
     def facts(self) -> dict[str, object]:
         """The fields that all pipeline stages must have in common. Of `norm_groups` these are the names alone: globs may differ
         where stages hold other params."""
-        return {**vars(self), "norm_groups": list(self.norm_groups or {})}
+        return {**vars(self), "norm_groups": ", ".join(self.norm_groups or {})}
 
 
 def bound_problems(name: str, bound: object) -> Iterator[str]:

@@ -95,7 +95,6 @@ def matrix_rule(optim: OptimConfig) -> Rule:
         weight_decay_mode=optim.weight_decay_mode,
         coefficients=optim.coefficients,
         steps=optim.ns_steps,
-        method=optim.method,
         scale=optim.scale,
         extra_scale=optim.extra_scale,
         ns_dtype=optim.ns_dtype,

@@ -15,7 +15,6 @@ from layerwise.dtypes import DType
 
 WeightDecayMode = Literal["decoupled", "independent", "coupled"]
 Scale = Literal["rms", "spectral", "shape", "unit_rms", "none"]
-Method = Literal["standard", "gram", "auto"]
 NsDtype = Literal["bf16", "fp16", "fp32"]
 TpMode = Literal["auto", "blockwise"]
 TP_MODES: tuple[TpMode, ...] = ("auto", "blockwise")
@@ -23,7 +22,6 @@ TP_MODES: tuple[TpMode, ...] = ("auto", "blockwise")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_decay_mode": ("decoupled", "independent", "coupled"),
     "scale": ("rms", "spectral", "shape", "unit_rms", "none"),
-    "method": ("standard", "gram", "auto"),
     "ns_dtype": ("bf16", "fp16", "fp32"),
     "tp_mode": TP_MODES,
 }
@@ -152,7 +150,6 @@ class Muon(Rule):
         coefficients: a set of Newton-Schulz coefficients by name, or a list of (a, b, c), one for each step.
             "polar_express" is the best one for the worst singular value (arXiv 2505.16932); docs/numerics.md compares all.
         steps: Newton-Schulz steps. Five, the usual number, bring singular values to between 0.87 and 1.12 with the default set.
-        method: "standard" iterates on the matrix, "gram" on its smaller Gram matrix; "auto" takes "gram" where it saves work.
         scale: factor on an orthogonalised (rows, cols) matrix. "rms": 0.2 * sqrt(max(rows, cols)), about as large as an update
             of AdamW, so that its `lr` fits; "spectral": sqrt(max(rows, cols)); "shape": sqrt(max(1, rows / cols)), Jordan's;
             "unit_rms": sqrt(rows / cols); "none": 1.
@@ -171,7 +168,6 @@ class Muon(Rule):
     nesterov: bool = True
     coefficients: str | Sequence[Coefficient] = "polar_express"
     steps: int = 5
-    method: Method = "auto"
     scale: Scale = "rms"
     extra_scale: float = 1.0
     ns_dtype: NsDtype = "bf16"

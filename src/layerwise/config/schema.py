@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from layerwise.config.rules import Method, NsDtype, Scale, TpMode, WeightDecayMode
+from layerwise.config.rules import NsDtype, Scale, TpMode, WeightDecayMode
 
 BYTE_VALUES = 256
 """Tokens are bytes, so this many rows of the embedding are ever read."""
@@ -121,9 +121,6 @@ class OptimConfig:
 
     ns_steps: int = 5
     """Newton-Schulz steps."""
-
-    method: Method = "auto"
-    """standard iterates on the matrix, gram on its smaller Gram matrix; auto takes gram where it saves work."""
 
     scale: Scale = "rms"
     """Update scale by shape. rms: 0.2*sqrt(max), spectral: sqrt(max), shape: sqrt(max(1, M/N)), unit_rms: sqrt(M/N)."""

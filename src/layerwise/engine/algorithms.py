@@ -101,7 +101,6 @@ class _Muon:
         return recorder.orthogonalize(
             update_BMN,
             schedule=coefficient_schedule(options["coefficients"], int(number(options, "steps"))),  # type: ignore[arg-type]
-            method=str(options["method"]),
             dtype=torch_dtype(DType(str(options["ns_dtype"]))),
         )
 

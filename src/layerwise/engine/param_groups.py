@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from layerwise.config.gone import GONE
 from layerwise.config.rules import RULES_BY_KIND, Rule, plain_option, tp_mode_of
 from layerwise.errors import StateError, did_you_mean, shown
 from layerwise.layout.blocks import count_blocks
@@ -97,7 +98,7 @@ def _with_options(rule: Rule, fqn: str, options: dict[str, object]) -> Rule:
         if name not in known:
             raise ValueError(
                 f"the route rule that matched {fqn!r} sets {name!r}, which {type(rule).__name__} does not have."
-                + did_you_mean(name, known)
+                + (f" It is gone: {GONE[name]}." if name in GONE else did_you_mean(name, known))
             )
     try:
         return dataclasses.replace(rule, **options) if options else rule  # type: ignore[arg-type]

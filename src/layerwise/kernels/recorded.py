@@ -38,7 +38,7 @@ class Recorder:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def orthogonalize(
-        self, update_BMN: Tensor, *, schedule: Sequence[Coefficient], method: str, dtype: torch.dtype
+        self, update_BMN: Tensor, *, schedule: Sequence[Coefficient], method: str = "auto", dtype: torch.dtype
     ) -> Tensor:
         """As `orthogonalize`, but for the memory of `update`, which is used up: the result may lie there."""
         device = update_BMN.device

@@ -14,15 +14,14 @@ class NewtonSchulz:
     """How matrices will be orthogonalised, and so what each costs: what homes are balanced by and times come from."""
 
     steps: int = 5
-    method: str = "auto"
 
     def flops(self, rows: int, cols: int) -> int:
-        """FLOPs of one matrix in the form that will run.
+        """FLOPs of one (rows, cols) matrix in the form that will run.
 
-        >>> NewtonSchulz().flops(4096, 1024) == NewtonSchulz(method="gram").flops(4096, 1024)
+        >>> NewtonSchulz().flops(4096, 1024) == newton_schulz_flops(4096, 1024, 5, gram=True)
         True
         """
-        return _flops(rows, cols, self.steps, self.method)
+        return _flops(rows, cols, self.steps)
 
 
 DEFAULT_COST = NewtonSchulz()
@@ -31,7 +30,7 @@ DEFAULT_COST = NewtonSchulz()
 
 def cost_of(rule: object) -> NewtonSchulz:
     """What a matrix costs under a rule. Of one that does not orthogonalise, homes are those of the default."""
-    return NewtonSchulz(steps=rule.steps, method=rule.method) if isinstance(rule, Muon) else DEFAULT_COST
+    return NewtonSchulz(steps=rule.steps) if isinstance(rule, Muon) else DEFAULT_COST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +56,8 @@ DEFAULT_HARDWARE = Hardware()
 
 
 @cache
-def _flops(rows: int, cols: int, steps: int, method: str) -> int:
-    return newton_schulz_flops(rows, cols, steps, gram=resolve_method(method, rows, cols) == "gram")
+def _flops(rows: int, cols: int, steps: int) -> int:
+    return newton_schulz_flops(rows, cols, steps, gram=resolve_method("auto", rows, cols) == "gram")
 
 
 def resolve_method(method: str, rows: int, cols: int) -> str:

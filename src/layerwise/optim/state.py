@@ -24,6 +24,8 @@ STEP = "step"
 torch's optimizers have it. It goes through checkpoints that know of state and param groups only."""
 _WRAPS = ("accelerate.optimizer", "__init__")
 """The function of accelerate that takes state out of an optimizer which it wraps, and loads it again at once."""
+_NOT_LOADED = ("params", "name", "method")
+"""Entries of a saved param group that a load leaves out. `method` is an option that rules had in earlier versions."""
 
 
 class _SometimesThere(TypedDict, total=False):
@@ -172,7 +174,7 @@ class Fitting(NamedTuple):
         for target, source in self.tensors:
             local_of(target).copy_(local_of(source))
         for group, theirs in zip(optimizer.param_groups, self.groups, strict=True):
-            group.update({name: value for name, value in theirs.items() if name not in ("params", "name")})
+            group.update({name: value for name, value in theirs.items() if name not in _NOT_LOADED})
 
 
 def fit_state(

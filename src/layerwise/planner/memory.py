@@ -303,7 +303,7 @@ def _homes_of(work: WorkPlan, rule: Muon, itemsizes: Sequence[int]) -> _Homes:
     for (cohort, home, rows, cols), numel in numels.items():
         total = totals[cohort, home] + (totals.get((cohort, everyone), 0) if home < everyone else 0)
         batches[home] = max(batches[home], (total + numel) * itemsizes[cohort])
-        needed = newton_schulz_workspace(numel // (rows * cols), rows, cols, rule.method, rule.steps)
+        needed = newton_schulz_workspace(numel // (rows * cols), rows, cols, "auto", rule.steps)
         at_work[home] = max(at_work[home], (total + needed) * itemsizes[cohort])  # what becomes of it lies in its place
     return _Homes(
         [max(numel, batches[everyone]) for numel in batches[:everyone]],

@@ -39,8 +39,8 @@ class Work:
 
 
 def work_of(plan: Plan, rules: Rules) -> Work:
-    """What orthogonalising takes, by the cost that homes are balanced by. Options of single route rules (`steps`, `method`)
-    are not looked at."""
+    """What orthogonalising takes, by the cost that homes are balanced by. Options of single route rules (`steps`) are
+    not looked at."""
     if not isinstance(rules.matrix, Muon) or not any(plan.loads):
         return Work(ms=0.0, imbalance=1.0, idle_ranks=0)
     return Work(

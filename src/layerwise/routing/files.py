@@ -21,6 +21,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from layerwise.config.gone import GONE
 from layerwise.config.rules import RULES_BY_KIND, AdaMuon, AdamW, Lion, Muon, NorMuon, Rule
 from layerwise.errors import ConfigError, Problem, did_you_mean, shown
 from layerwise.routing.rules import RouteRule
@@ -142,7 +143,8 @@ class _Table:
         options: dict[str, object] = {}
         for name, item in value.items():
             if known and name not in known:
-                self._note(f"options.{name}", f"is no option of {_either(allowed)}.{did_you_mean(name, known)}")
+                close = f" It is gone: {GONE[name]}." if name in GONE else did_you_mean(name, known)
+                self._note(f"options.{name}", f"is no option of {_either(allowed)}.{close}")
                 continue
             try:
                 options[name] = _option(item)

@@ -139,7 +139,7 @@ def test_rules_for_vectors_follow_their_live_options(kind: str, first: int) -> N
 
 @pytest.mark.parametrize("first", range(3))
 def test_muon_follows_its_live_options(first: int) -> None:
-    how: dict[str, Any] = {"coefficients": TRIPLES, "steps": 2, "method": "standard", "ns_dtype": "fp32"}
+    how: dict[str, Any] = {"coefficients": TRIPLES, "steps": 2, "ns_dtype": "fp32"}
     at_first = {"weight_decay_mode": MODES[first - 1], "nesterov": first % 2 == 1, "momentum": 0.1, "extra_scale": 0.1}
     module, expected = Diagonal(), Scalars()
     rule = layerwise.Muon(**AT_FIRST, **at_first, **how)
@@ -151,18 +151,19 @@ def test_muon_follows_its_live_options(first: int) -> None:
 
 @pytest.mark.parametrize("ns_dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("kind", ["muon", "normuon", "adamuon"])
-def test_a_direction_is_made_by_the_method_in_the_dtype_and_with_the_coefficients_asked_for(
+def test_a_direction_is_made_by_the_form_of_its_shape_in_the_dtype_and_with_the_coefficients_asked_for(
     kind: str, ns_dtype: str
 ) -> None:
-    """Methods and dtypes differ in their last bits only, so bits are what is compared."""
-    update_BMN = torch.randn(1, 6, 20, generator=torch.Generator().manual_seed(0))
+    """Forms and dtypes differ in their last bits only, so bits are what is compared."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[ns_dtype]
     wire = torch.bfloat16 if ns_dtype == "bf16" else torch.float32
     seen = []
-    for method, coefficients, steps in itertools.product(("standard", "gram"), ("simple", "quintic"), (2, 5)):
-        how = {"method": method, "coefficients": coefficients, "steps": steps, "ns_dtype": ns_dtype}
+    forms = (("standard", 8), ("gram", 20))
+    for (method, cols), coefficients, steps in itertools.product(forms, ("simple", "quintic"), (2, 5)):
+        update_BMN = torch.randn(1, 6, cols, generator=torch.Generator().manual_seed(0))
+        how = {"coefficients": coefficients, "steps": steps, "ns_dtype": ns_dtype}
         algorithm, options = MATRIX[kind], {**how, "beta2": 0.5, "eps": 0.1}
-        state = {name: torch.zeros(1, *shape) for name, shape in RULES_BY_KIND[kind].home_state(6, 20).items()}
+        state = {name: torch.zeros(1, *shape) for name, shape in RULES_BY_KIND[kind].home_state(6, cols).items()}
         found = algorithm.direction(update_BMN, options, state, Recorder())
         rounded = update_BMN.to(wire)
         polar = orthogonalize(

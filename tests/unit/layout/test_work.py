@@ -268,10 +268,10 @@ def test_one_matrix_keeps_one_rank_busy_and_the_imbalance_says_so(world: int) ->
     assert lonely.imbalance == world
 
 
-@pytest.mark.parametrize(("steps", "method"), [(5, "auto"), (5, "standard"), (5, "gram"), (3, "auto"), (9, "auto")])
-def test_homes_are_balanced_by_the_form_and_steps_that_will_run(steps: int, method: str) -> None:
+@pytest.mark.parametrize("steps", [3, 5, 9])
+def test_homes_are_balanced_by_the_form_and_steps_that_will_run(steps: int) -> None:
     """On two ranks with two shapes LPT finds the best split; loads are FLOPs of that rule."""
-    cost = NewtonSchulz(steps=steps, method=method)
+    cost = NewtonSchulz(steps=steps)
     shapes = [(64, 64), (32, 192), (32, 192), (48, 48)]
     table = table_of([(f"w{n}", shape) for n, shape in enumerate(shapes)])
     work = make_plan(table, Options(layout="flat", cost=cost), world=2).works[0]
@@ -280,17 +280,14 @@ def test_homes_are_balanced_by_the_form_and_steps_that_will_run(steps: int, meth
     assert max(work.loads) <= Fraction(7, 6) * best_makespan([cost.flops(*shape) for shape in shapes], 2)
 
 
-@pytest.mark.parametrize(
-    ("method", "apart"), [("auto", ["b", "acd"]), ("gram", ["b", "acd"]), ("standard", ["ac", "bd"])]
-)
-def test_which_matrices_share_a_home_follows_from_the_form_that_will_run(method: str, apart: list[str]) -> None:
-    """a and b take 60 and 101 in units of 64^3 FLOPs, 90 and 101 in the standard form; c and d take 30 each, 36 in the Gram
-    form. By long * short^2 a would be the dearest."""
+def test_which_matrices_share_a_home_follows_from_the_form_that_will_run() -> None:
+    """a and b take 60 and 101 in units of 64^3 FLOPs, c and d 30 each. In the standard form a would take 90 and share a home
+    with c; by long * short^2 it would be the dearest."""
     table = table_of([("a", (64, 256)), ("b", (96, 96)), ("c", (64, 64)), ("d", (64, 64))])
-    work = make_plan(table, Options(layout="flat", cost=NewtonSchulz(method=method)), world=2).works[0]
+    work = make_plan(table, Options(layout="flat"), world=2).works[0]
     shape_of = {param.fqn: param.shape for param in table}
     found = [sorted(shape_of[item.matrix.fqn] for item in work.items if home_of(item) == rank) for rank in range(2)]
-    assert sorted(found) == sorted(sorted(shape_of[fqn] for fqn in fqns) for fqns in apart)
+    assert sorted(found) == sorted(sorted(shape_of[fqn] for fqn in fqns) for fqns in ("b", "acd"))
 
 
 def test_what_some_ranks_repeat_counts_on_each_of_them() -> None:

@@ -264,3 +264,14 @@ def test_param_groups_have_torchs_names_of_params_and_states_without_them_load(w
 def build_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Params by the names of the module inside."""
     return dict((model.module if isinstance(model, layerwise.DataParallel) else model).named_parameters())
+
+
+def test_a_state_dict_of_an_earlier_version_is_loaded_without_the_options_that_are_gone() -> None:
+    optimizer, x = optimizer_of(module := build()), torch.ones(2, 8)
+    train(module, optimizer, x)
+    kept = optimizer.state_dict()
+    for group in kept["param_groups"]:  # type: ignore[attr-defined]
+        group["method"] = "auto"
+    optimizer.load_state_dict(kept)
+    assert not any("method" in group for group in optimizer.param_groups)
+    train(module, optimizer, x)

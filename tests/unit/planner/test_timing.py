@@ -51,7 +51,7 @@ def test_an_elementwise_rule_orthogonalises_nothing() -> None:
     assert (work.ms, work.imbalance, work.idle_ranks) == (0.0, 1.0, 0)
 
 
-@pytest.mark.parametrize("rule", [Muon(lr=0.0), Muon(lr=0.0, steps=3), Muon(lr=0.0, method="standard")])
+@pytest.mark.parametrize("rule", [Muon(lr=0.0), Muon(lr=0.0, steps=3)])
 @pytest.mark.parametrize(("model", "experts"), [("gpt2", 1), ("qwen3-30b-a3b", 8)])
 def test_the_plan_its_description_the_benchmark_and_the_comparison_have_one_imbalance(
     model: str, experts: int, rule: Muon
@@ -60,7 +60,7 @@ def test_the_plan_its_description_the_benchmark_and_the_comparison_have_one_imba
     setting = Setting(world=64, rules=Rules(matrix=rule))
     compared = compare(table, setting, ["flat", "padded", "compact"])
     for column, layout in zip(compared.columns, ("flat", "padded", "compact"), strict=False):
-        options = Options(layout=layout, cost=NewtonSchulz(steps=rule.steps, method=rule.method))
+        options = Options(layout=layout, cost=NewtonSchulz(steps=rule.steps))
         plan = make_plan(table, options, world=64)
         assert column.work.imbalance == plan.imbalance
         assert figures(plan)["imbalance"] == round(plan.imbalance, 4)

@@ -160,7 +160,7 @@ def test_accumulation_is_the_same_as_a_larger_batch(text: str) -> None:
         (OptimConfig(rule="adamw"), "fp32", "flat"),
         (OptimConfig(rule="normuon", other_rule="lion", other_lr=1e-3), "fp32", "replicated"),
         (OptimConfig(rule="adamuon", clip_grad_norm=None), "bf16", "auto"),
-        (OptimConfig(rule="muon", method="gram", coefficients="simple", scale="spectral", lr=1e-3), "bf16", "flat"),
+        (OptimConfig(rule="muon", coefficients="simple", scale="spectral", lr=1e-3), "bf16", "flat"),
     ],
 )
 def test_every_rule_precision_and_layout_trains(text: str, optim: OptimConfig, precision: str, layout: str) -> None:

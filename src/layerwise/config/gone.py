@@ -20,6 +20,9 @@ GONE: Mapping[str, str] = {
 }
 """Name of a setting -> what to do instead, as the end of a sentence."""
 
+WAS_DEFAULT: Mapping[str, object] = {"method": "auto", "prefetch": None, "staging": "slots"}
+"""Defaults that settings of the trainer had: the config.json of an earlier run may still have them."""
+
 GONE_VALUES: Mapping[tuple[str, str], str] = {
     ("reducer", "ordered_bf16"): (
         "write reducer='ordered'; with a grad_dtype of bf16 beside it the wire carries bf16 and the sum stays in fp32"

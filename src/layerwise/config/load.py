@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from layerwise.config.gone import GONE, gone_value
+from layerwise.config.gone import GONE, WAS_DEFAULT, gone_value
 from layerwise.config.schema import SECTIONS, TrainConfig
 from layerwise.errors import ConfigError, Problem, did_you_mean, shown
 
@@ -176,7 +176,8 @@ class _Taken:
         kinds = FIELD_TYPES[section]
         if name not in kinds:
             if name in GONE:
-                self._note(where, f"is gone: {GONE[name]}.")
+                if name not in WAS_DEFAULT or WAS_DEFAULT[name] != value:
+                    self._note(where, f"is gone: {GONE[name]}.")
             else:
                 self._note(where, f"unknown setting.{did_you_mean(name, kinds)}")
                 self._misspelt.add(section)

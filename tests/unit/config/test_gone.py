@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 
@@ -65,3 +66,14 @@ def test_a_value_that_is_gone_says_what_to_write(
     for words in ((f"--{name}", value), (f"--{name}={value}",)):
         assert main(["plan", "gpt2", "--world", "2", *words]) == 2
         assert f"--{name} {value} is gone: {GONE_VALUES[name, value]}." in capsys.readouterr().err
+
+
+def test_the_config_of_an_earlier_run_may_have_gone_settings_at_their_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    sections = {"optim": {"method": "auto"}, "parallel": {"prefetch": None, "staging": "slots"}}
+    file.write_text(json.dumps(sections))
+    assert load(str(file)).config == load(None).config
+    sections["parallel"]["staging"] = "gradients"
+    file.write_text(json.dumps(sections))
+    with pytest.raises(ConfigError, match=r"parallel\.staging: is gone"):
+        load(str(file))

@@ -95,15 +95,21 @@ def prepare(way: MXWay, *, at_use: bool = False) -> tuple[layerwise.DataParallel
                 layer.__class__, layer.how = LinearAtUse, way.how
     else:
         quant.adopt(module, with_mx_weights(module, **way.how))
+    options = dict(way.options)
+    checks = bool(options.pop("check_replicas", False))
     model = seams.data_parallel(
         module,
         layout=way.layout,
         overlap_param_gather=way.overlap,
         bucket_mib=0.012,  # two weights in a bucket
-        **dict(way.options),
+        **options,
     )
     optimizer = layerwise.Optimizer(
-        model, matrix=layerwise.Muon(lr=0.05, weight_decay=0.1), other=layerwise.AdamW(lr=0.02), clip_grad_norm=1.0
+        model,
+        matrix=layerwise.Muon(lr=0.05, weight_decay=0.1),
+        other=layerwise.AdamW(lr=0.02),
+        clip_grad_norm=1.0,
+        check_replicas=checks,
     )
     return model, optimizer
 

@@ -115,6 +115,8 @@ def prepare(way: Way) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
     mesh = None
     if way.ep:
         mesh = init_device_mesh("cpu", (dist.get_world_size() // way.ep, way.ep), mesh_dim_names=("dp", "ep"))
+    options = dict(way.options)
+    checks = bool(options.pop("check_replicas", False))
     model = seams.data_parallel(
         module,
         layout=way.layout,
@@ -122,13 +124,14 @@ def prepare(way: Way) -> tuple[layerwise.DataParallel, layerwise.Optimizer]:
         param_gather=way.gather,  # type: ignore[arg-type]
         overlap_param_gather=way.overlap,
         bucket_mib=0.012,  # two weights in a bucket
-        **dict(way.options),
+        **options,
     )
     optimizer = layerwise.Optimizer(
         model,
         matrix=layerwise.Muon(lr=0.05, weight_decay=0.1),
         other=layerwise.AdamW(lr=0.02),
         clip_grad_norm=1.0,
+        check_replicas=checks,
     )
     return model, optimizer
 

@@ -161,14 +161,13 @@ class Way:
             overlap_param_gather="by chunk" if self.overlap and self.aligned else self.overlap,
             prefetch=self.prefetch,
             check_collectives=self.checked,
-            check_replicas=self.compared,
             bucket_mib=self.bucket_mib,
         )
         for param in model.parameters():
             # Multiples of 2^-10.
             param.register_hook(lambda grad: (grad * 1024).round() / 1024)
         hyper = Hyper(matrix=self.matrix, ns_dtype=torch.float32, weight_decay=0.1, clip=1.0)
-        optimizer = layerwise.Optimizer(model, **rules(hyper, nonfinite=self.nonfinite))
+        optimizer = layerwise.Optimizer(model, **rules(hyper, nonfinite=self.nonfinite), check_replicas=self.compared)
         return model, optimizer
 
 
@@ -418,7 +417,7 @@ class Walk:
         self._note("save", hash_tensors(weights[name] for name in sorted(weights)))
 
     def _free(self, number: int) -> None:
-        self.model.free_buffers()
+        self.optimizer.free_buffers()
 
     def _metric(self, number: int) -> None:
         total = torch.full((5,), float(self.rank + 1))
@@ -452,7 +451,7 @@ class Walk:
     def _edit_behind(self, number: int) -> None:
         for param in self._kept.values():
             param.data.mul_(0.5)
-        self.model.pull_from_replicas()
+        self.optimizer.pull_from_replicas()
 
 
 def difference(found: Sequence[Seen], expected: Sequence[Seen]) -> str:

@@ -65,7 +65,7 @@ def _memory() -> Iterator[tuple[str, Steps]]:
             )
     for world in (2, 3):
         yield "flat one cohort", Steps(world=world, cohort_numel=None, dtype=BF16)
-        yield "flat one bucket", Steps(world=world, model="net", wrapping={"check_replicas": True})
+        yield "flat one bucket", Steps(world=world, model="net", stepping={"check_replicas": True})
 
 
 def _dtypes() -> Iterator[tuple[str, Steps]]:

@@ -148,7 +148,7 @@ def unwraps(rank: int, world: int) -> list[str]:
             found.append(f"{name} is another one after unwrap()")
     written = {name: values * 2 for name, values in build().state_dict().items()}
     again.module.load_state_dict(written)
-    again.pull_from_replicas()
+    again.engine.pull_from_replicas()
     for name, tensor in put_together(again).items():
         kind, _, fqn = name.partition(" of ")
         if kind == "master" and not torch.equal(tensor, written[fqn].float().view(-1)):

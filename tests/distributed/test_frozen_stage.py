@@ -82,8 +82,10 @@ def run(rank: int, world: int, kinds: list[str], options: dict[str, Any]) -> dic
     kind = kinds[rank * 2 // world]
     module = module_of(kind)
     before = hash_tensors([*module.parameters(), *module.buffers()])
-    model = seams.data_parallel(module, mesh=mesh, bucket_mib=0.0001, **options)
-    optimizer = layerwise.Optimizer(model, **OPTIONS)
+    checks = options.get("check_replicas", False)
+    wrapping = {name: value for name, value in options.items() if name != "check_replicas"}
+    model = seams.data_parallel(module, mesh=mesh, bucket_mib=0.0001, **wrapping)
+    optimizer = layerwise.Optimizer(model, **OPTIONS, check_replicas=checks)
     stats = trained(model, optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict(part=True))
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
@@ -101,7 +103,7 @@ def run(rank: int, world: int, kinds: list[str], options: dict[str, Any]) -> dic
     missing = dict(optimizer.stats.missing)
     params = sum(len(group["params"]) for group in optimizer.param_groups)
     described = model.plan.describe()
-    model.free_buffers()
+    optimizer.free_buffers()
     freed = model.unwrap()
     return {
         "kind": kind,

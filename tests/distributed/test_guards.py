@@ -147,7 +147,7 @@ class Player:
             case "edit behind torch's back":
                 for param in self.model.parameters():
                     param.data.mul_(0.5)
-                self.model.pull_from_replicas()
+                self.optimizer.pull_from_replicas()
             case "load weights":
                 weights = {name: tensor * 0.5 for name, tensor in self.model.state_dict().items()}
                 self.model.load_state_dict(weights)

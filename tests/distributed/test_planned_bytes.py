@@ -294,7 +294,7 @@ def differences(
         if name not in ("total", "workspace") and not fits:
             found.append(f"{name}: holds {really[name]}, planned {nbytes}")
     model.ensure()
-    model.free_buffers()
+    optimizer.free_buffers()
     if any(replica.staging for replica in model.engine.storage.replicas):
         found.append("slots: some in which gathers land were not freed")
     if slots.nbytes or any(

@@ -55,7 +55,7 @@ def writes_weights(run: Run, rank: int) -> None:
 def pulls_weights(run: Run, rank: int) -> None:
     """The same, and masters are told at once."""
     writes_weights(run, rank)
-    run[0].pull_from_replicas()
+    run[1].pull_from_replicas()
 
 
 def restores_state(run: Run, rank: int) -> None:

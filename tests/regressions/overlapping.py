@@ -265,7 +265,7 @@ def staging_is_let_go(rank: int, world: int) -> list[str]:
     the device, no checkpoint was ever complete, and every restart began from the same old one.
 
     Here gathers need no staging memory, that of the exchange is planned before anything is allocated, and
-    `model.free_buffers()` lets go of it, also with gathers under way. Counted by what is alive in the process.
+    `optimizer.free_buffers()` lets go of it, also with gathers under way. Counted by what is alive in the process.
     """
     found: list[str] = []
     gc.freeze()  # what there was before is not counted
@@ -275,13 +275,13 @@ def staging_is_let_go(rank: int, world: int) -> list[str]:
         for step in range(4):
             twin.train(step)
             run.train(step)
-            twin.model.free_buffers()
+            twin.optimizer.free_buffers()
             if step == 1:
                 most = _alive_nbytes()
             if step == 3 and _alive_nbytes() > most:
                 found.append(f"rank {rank}: {_alive_nbytes() - most} bytes more after two more steps")
             if step % 2:
-                run.model.free_buffers()
+                run.optimizer.free_buffers()
         if not run.optimizer.stepper.update.slots.plan.nbytes:
             found.append("the scene has no staging memory")
         if (left := _alive_nbytes() - alive) > 0:
@@ -584,7 +584,7 @@ def freed_with_gathers_pending(rank: int, world: int) -> list[str]:
 
     def act(run: Run, step: int) -> list[str]:
         found = ["in the scene nothing is pending"] if not run.unmarked() else []
-        run.model.free_buffers()
+        run.optimizer.free_buffers()
         return found
 
     found: list[str] = []

@@ -16,7 +16,7 @@ GONE: Mapping[str, str] = {
     "align_param_gather": "write overlap_param_gather='by chunk'",
     "check_collectives": "set LAYERWISE_DEBUG=collectives in the environment of every rank",
     "param_sync": "leave it out; new weights always travel in one gather per bucket",
-    "staging": "leave it out; the exchange of matrices always has memory of its own, which model.free_buffers() lets go of",
+    "staging": "leave it out; the exchange of matrices always has memory of its own, which optimizer.free_buffers() lets go of",
 }
 """Name of a setting -> what to do instead, as the end of a sentence."""
 

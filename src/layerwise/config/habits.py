@@ -72,6 +72,7 @@ OF_DATA_PARALLEL: Habits = {
     "mixed_precision": f"{_LEFT_OUT}; give a module in bf16, or use torch.autocast, and see grad_dtype=",
     "device_mesh": "write mesh=",
     "check_reduction": _LEFT_OUT,
+    "check_replicas": "give it to layerwise.Optimizer(model, check_replicas=True, ...)",
 }
 OF_OPTIMIZER: Habits = {
     "params": "give the model itself as the first argument",

@@ -111,7 +111,7 @@ class Steps(Protocol):
 
     def clip_next_step(self, max_norm: float) -> Tensor: ...
 
-    def free_buffers(self) -> None: ...
+    def free_step_memory(self) -> None: ...
 
 
 def _undo_all(undo: list[Callable[[], object]]) -> None:
@@ -380,7 +380,7 @@ class Engine:
     def free_buffers(self) -> None:
         """Let go of all staging memory, also of what the allocator keeps for later: another process may need it."""
         if self.optimizer is not None:
-            self.optimizer.free_buffers()
+            self.optimizer.free_step_memory()
         for replica in self.storage.replicas:
             if replica.ring is not None:
                 replica.ring.free()

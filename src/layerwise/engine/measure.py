@@ -41,6 +41,7 @@ class Measure:
     def __init__(self, engine: Engine, plan: StepPlan, scaler: LossScaler | None, clipper: Clipper | None) -> None:
         self._engine = engine
         self._policy = plan.policy
+        self._checks_replicas = plan.check_replicas
         self._scaler = scaler
         self._clipper = clipper
         self._stats_pass = StatsPass(engine, plan.norm_group_of, plan.norm_group_names, zeros=plan.count_zeros)
@@ -78,7 +79,7 @@ class Measure:
         self.pull_changed()
         live = ask()
         problem = self._preflight(live, check) or unfit
-        if not self._has_checked_replicas or engine.settings.check_replicas:
+        if not self._has_checked_replicas or self._checks_replicas:
             # A bad start must not be spread: from now on shards of all ranks are one model.
             check_copies(engine.storage, engine.communicators, engine.groups)
             self._has_checked_replicas = True
@@ -112,7 +113,7 @@ class Measure:
             totals = self._stats_pass.reduce(vector, replace(seen, late=gradients.late), divisors)()
         self._check_agreement(totals, begun)
         if gradients.are_copies and not totals.nonfinite:
-            if not self._has_checked_gradients or engine.settings.check_replicas:
+            if not self._has_checked_gradients or self._checks_replicas:
                 check_gradients(engine.storage.params, engine.everyone)
             self._has_checked_gradients = True
         return totals

@@ -23,11 +23,9 @@ class Settings:
     overlap_param_gather: OverlapParamGather = False
     prefetch: int | None = None
     """Gathers that may be under way beyond the one that is read; None means all. Internal: it has no argument."""
-    check_replicas: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("overlap_grad_reduce", "check_replicas"):
-            check_switch(name, getattr(self, name))
+        check_switch("overlap_grad_reduce", self.overlap_grad_reduce)
         if self.overlap_param_gather not in (True, False, "by chunk"):
             raise ValueError(
                 f"overlap_param_gather must be True, False or 'by chunk', got {self.overlap_param_gather!r}."

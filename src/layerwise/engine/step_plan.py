@@ -21,6 +21,7 @@ class StepPlan(NamedTuple):
     policy: StepPolicy
     loss_scale: LossScale | None
     count_zeros: bool
+    check_replicas: bool
     watched: Watched | None
 
     @property
@@ -34,6 +35,7 @@ class StepPlan(NamedTuple):
             "policy": self.policy.facts(),
             "loss scale": asdict(self.loss_scale) if self.loss_scale is not None else None,
             "count zeros": self.count_zeros,
+            "check_replicas": self.check_replicas,
             "qk_clip": repr(self.watched.clip) if self.watched is not None else None,
         }
 

@@ -115,10 +115,11 @@ def bucket_numel_of(bucket_mib: float | None, grad_dtype: DType) -> int | None:
     return max(1, int(bucket_mib * MIB) // grad_dtype.itemsize)
 
 
-def check_switch(name: str, value: object) -> None:
-    """Raise unless an option is on or off."""
+def check_switch(name: str, value: object) -> bool:
+    """The value of an option that is on or off. Raises TypeError for any other."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
 
 
 def _check_choice(name: str, value: object, known: Sequence[str]) -> None:

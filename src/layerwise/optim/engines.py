@@ -61,7 +61,6 @@ class Asked:
     routing: str | PathLike[str] = "table"
     gradients: Reduced | None = None
     layout: str | None = None
-    check_replicas: bool = False
     process_group: ProcessGroup | None = None
 
 
@@ -133,15 +132,11 @@ def refuse_unfit(engine: Engine, asked: Asked) -> None:
             f"gradients={asked.gradients!r} was passed to the Optimizer of a layerwise.DataParallel, which reduces gradients itself: "
             "leave it out, or pass the module that it was made of."
         )
-    for name, is_given, is_for_it in (
-        ("layout", asked.layout is not None, engine.gradients.are_copies),
-        ("check_replicas", asked.check_replicas, engine.gradients.are_reduced),
-    ):
-        if is_given and not is_for_it:
-            where = "DataParallel" if is_wrapped else "an Optimizer with gradients='reduced'"
-            raise ValueError(
-                f"{name} was passed to the Optimizer of a model whose gradients nobody else reduces: it is for {where}."
-            )
+    if asked.layout is not None and not engine.gradients.are_copies:
+        where = "DataParallel" if is_wrapped else "an Optimizer with gradients='reduced'"
+        raise ValueError(
+            f"layout was passed to the Optimizer of a model whose gradients nobody else reduces: it is for {where}."
+        )
     engine.check_bound()
     if engine.optimizer is not None:
         gc.collect()  # one that nobody has any more may be waiting for that, in a cycle with a scheduler
@@ -212,7 +207,6 @@ def _agreed(groups: Groups, module: nn.Module, asked: Asked, memory: Memory) -> 
                 gradients="params",
             ),
             overlap_grad_reduce=False,
-            check_replicas=asked.check_replicas,
         )
 
-    return derive_together(groups, "arguments", checked, lambda found: {"check_replicas": found.check_replicas})
+    return derive_together(groups, "arguments", checked, lambda found: {})

@@ -28,6 +28,7 @@ from layerwise.engine.step_plan import Live, StepPlan
 from layerwise.engine.totals import StepStats
 from layerwise.engine.update import AtHome
 from layerwise.errors import StateError, warn
+from layerwise.layout.options import check_switch
 from layerwise.layout.plan import Plan
 from layerwise.layout.schedule import CommSchedule
 from layerwise.layout.wire import wire_dtypes
@@ -59,8 +60,8 @@ class Optimizer(torch.optim.Optimizer):
             `step()`, because it will be wrapped in a `DistributedDataParallel`, as trainers do, or reduced by hand. A
             `DistributedDataParallel` is known to be that.
         layout: where optimizer state lives, with reduced gradients: as in `DataParallel`. All but "replicated" shard it.
-        check_replicas: with reduced gradients, compare a hash of all weights and gradients across ranks at every step, and
-            not at the first only; slow, for debugging.
+        check_replicas: compare a hash of all weights across ranks at every step, and of gradients that another wrapper has reduced;
+            the first step always does. Slow, for debugging.
         clip_grad_norm: clip gradients (never updates) to this global norm; None does not clip.
         gradient_policy: a `GradientPolicy`: whose gradients are clipped by which norm, which steps are skipped, and what raises.
             None stands for its defaults.
@@ -98,7 +99,6 @@ class Optimizer(torch.optim.Optimizer):
             routing=routing,
             gradients=gradients,
             layout=layout,
-            check_replicas=check_replicas,
             process_group=process_group,
         )
         self.engine = engine_of(model, asked)
@@ -123,6 +123,7 @@ class Optimizer(torch.optim.Optimizer):
                 policy=policy,
                 loss_scale=checked_loss_scale(loss_scale, plan),
                 count_zeros=count_zeros,
+                check_replicas=check_switch("check_replicas", check_replicas),
                 watched=plan_clipping(self.engine, qk_clip),
             )
 
@@ -228,12 +229,19 @@ class Optimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def free_buffers(self) -> None:
-        """`DataParallel.free_buffers`: let go of staging memory."""
+        """Let go of all staging memory, to the last byte that other processes could use, as before a checkpoint is written.
+        Gathers that are under way arrive all the same: they write into the weights themselves, or keep the slot that they
+        have until they are codes. The next step takes staging memory again."""
+        self.engine.free_buffers()
+
+    def free_step_memory(self) -> None:
+        """Let go of the memory of steps alone; `free_buffers()` calls it."""
         self.stepper.free()
 
     def pull_from_replicas(self) -> None:
-        """`DataParallel.pull_from_replicas`, also without one: take weights that were written in a way that torch does not count
-        (`param.data`, `param.detach()`) as the truth. Call it on every rank."""
+        """Take the weights as they are as the truth, after code wrote them in a way that torch does not count (`param.data.copy_()`,
+        `param.detach().copy_()`). `load_state_dict` and in-place changes under `torch.no_grad()` are noticed without it. Call it
+        on every rank."""
         self.engine.check_bound()
         self.engine.pull_from_replicas()
 

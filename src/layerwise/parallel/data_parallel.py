@@ -41,7 +41,7 @@ from layerwise.models.tracing import never_traced
 from layerwise.parallel.watch import ensure_compiled, refuse_scripted, watch_forward
 from layerwise.routing.rules import RouteRule
 
-_SAME_EVERYWHERE = (*("overlap_grad_reduce", "overlap_param_gather", "check_replicas"),)
+_SAME_EVERYWHERE = ("overlap_grad_reduce", "overlap_param_gather")
 """Settings that decide when collectives are issued, and are in no plan."""
 
 
@@ -83,7 +83,6 @@ class DataParallel(nn.Module):
             the same chunks; before one rank reads weights alone, call `ensure()` on every rank.
         bucket_mib: size of gradient buckets; None takes 40 M elements, or more on many ranks.
         grad_dtype: dtype in which gradients are accumulated and reduced.
-        check_replicas: after every sync compare a hash of all weights across ranks; slow, for debugging.
     """
 
     _is_accelerate_prepared = True
@@ -108,7 +107,6 @@ class DataParallel(nn.Module):
         overlap_param_gather: OverlapParamGather = True,
         bucket_mib: float | None = None,
         grad_dtype: torch.dtype = torch.float32,
-        check_replicas: bool = False,
     ) -> None:
         # Before there is a group over which ranks could tell each other.
         check_process_group(process_group)
@@ -143,7 +141,6 @@ class DataParallel(nn.Module):
                 ties={} if ties is None else ties,
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
-                check_replicas=check_replicas,
             )
             if settings.ties and num_stages(mesh) == 1:
                 raise ValueError(
@@ -284,18 +281,10 @@ class DataParallel(nn.Module):
         )
 
     def free_buffers(self) -> None:
-        """Let go of all staging memory, to the last byte that other processes could use, as before a checkpoint is written.
-        Gathers that are on their way arrive all the same: they write into the weights themselves, or keep the slot that they
-        have until they are codes. The next step takes staging memory again."""
-        self.engine.free_buffers()
+        raise StateError("DataParallel.free_buffers() has moved: call optimizer.free_buffers().")
 
     def pull_from_replicas(self) -> None:
-        """Call after changing weights behind torch's back (`param.data.copy_()`), so that the optimizer goes on from
-        them.
-
-        `load_state_dict` and in-place changes under `torch.no_grad()` are noticed without it.
-        """
-        self.engine.pull_from_replicas()
+        raise StateError("DataParallel.pull_from_replicas() has moved: call optimizer.pull_from_replicas().")
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataParallel:
         raise TypeError(

@@ -156,7 +156,7 @@ def test_pulling_one_changed_weight_leaves_the_fp32_bits_of_all_others() -> None
     shard.master.add_(2.0**-20)
     before = shard.master.clone()
     model.module.weight.data[1, 2] = 3.0
-    model.pull_from_replicas()
+    model.engine.pull_from_replicas()
     assert (shard.master != before).nonzero().tolist() == [[6]]
     assert shard.master[6] == 3.0
 
@@ -167,7 +167,7 @@ def test_pulling_takes_every_param_of_a_bucket_from_its_own_place() -> None:
     (shard,) = model.engine.storage.shards
     for number, layer in enumerate(module):
         layer.weight.data.copy_(torch.arange(layer.weight.numel()).view_as(layer.weight) + 100.0 * number)
-    model.pull_from_replicas()
+    model.engine.pull_from_replicas()
     assert len(shard.spans) == 3
     for span in shard.spans:
         written = dict(module.named_parameters())[span.fqn].detach().reshape(-1)

@@ -147,7 +147,7 @@ def _evidence(module: nn.Module, source: ModelSource, config: TrainConfig, *, fo
     unseen = [fqn for fqn, reading in found.readings.items() if reading.role is Role.UNSEEN]
     if unseen:
         note(f"{len(unseen)} params were not seen in the forward, and go by their types and names: {listed(unseen)}")
-    return Evidence(readings=found.readings, decides=True)
+    return Evidence(readings=found.readings)
 
 
 def _record(plan: Plan, path: str) -> None:

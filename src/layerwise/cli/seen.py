@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,11 @@ from layerwise.cli.exits import OK
 from layerwise.cli.folding import counted, fold
 from layerwise.cli.models import ModelKind, ModelSource, functions_inputs
 from layerwise.errors import ConfigError, Problem
-from layerwise.routing.compare import Disagreement, agrees, rules_for
+from layerwise.routing.compare import NOT_ROUTED, Disagreement, agrees, routes_and_refused, rules_for
 from layerwise.routing.files import rules_to_toml
 from layerwise.routing.matrices import matrices_of
 from layerwise.routing.readings import Reading, Role
-from layerwise.routing.refusals import RefusedError
-from layerwise.routing.rules import Route, RouteRule, route_params
+from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import ParamSpec, ParamTable
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def show(module: nn.Module, source: ModelSource, rules: Sequence[RouteRule], *, 
     found = follow(module, source)
     rows = rows_of(table, rules, found)
     wrong = [row for row in rows if row.routing in ("differs", "refused")]
-    toml = rules_to_toml(rules_for([Disagreement(row.param, _NOTHING, row.reading) for row in wrong], table.by_name))
+    toml = rules_to_toml(rules_for([Disagreement(row.param, NOT_ROUTED, row.reading) for row in wrong], table.by_name))
     if as_json:
         print(json.dumps({"problem": found.problem, "params": [row.to_json() for row in rows], "rules": toml}))
         return OK
@@ -96,12 +95,12 @@ def show(module: nn.Module, source: ModelSource, rules: Sequence[RouteRule], *, 
     return OK
 
 
-_NOTHING = Route(family="other", reason="")
-
-
 def rows_of(table: ParamTable, rules: Sequence[RouteRule], found: Trace) -> list[SeenRow]:
     """Every trainable param of two or more dims, in model order."""
-    routes, refused = _routes(table, rules)
+    try:
+        routes, refused = routes_and_refused(table, rules)
+    except ValueError as error:
+        raise ConfigError([Problem("routing", str(error))]) from error
     rows = []
     for param in table:
         reading = found.readings.get(param.fqn)
@@ -116,17 +115,6 @@ def rows_of(table: ParamTable, rules: Sequence[RouteRule], found: Trace) -> list
             is_right = agrees(param, routes[param.fqn], reading) or routes[param.fqn].rule > 0
             rows.append(SeenRow(param, reading, "agrees" if is_right else "differs"))
     return rows
-
-
-def _routes(table: ParamTable, rules: Sequence[RouteRule]) -> tuple[Mapping[str, Route], set[str]]:
-    """What routing says, and of which params it says nothing."""
-    try:
-        return route_params(table, rules), set()
-    except RefusedError as error:
-        refused = {param.fqn for param in error.params}
-        return route_params(ParamTable(tuple(p for p in table if p.fqn not in refused)), rules), refused
-    except ValueError as error:
-        raise ConfigError([Problem("routing", str(error))]) from error
 
 
 def _print(rows: Sequence[SeenRow], problem: str, toml: str) -> None:

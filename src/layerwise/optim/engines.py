@@ -8,9 +8,7 @@ it is altogether, and so does a module in a single process.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Literal
 
 from torch import nn
@@ -36,11 +34,10 @@ from layerwise.kernels.foreign import adapter_of
 from layerwise.layout.cost import cost_of
 from layerwise.layout.options import Memory, Options
 from layerwise.models.adopting import not_adopted
-from layerwise.models.forward.evidence import evidence_for
 from layerwise.models.names import named_parameters, unwrapped
 from layerwise.models.quantizing import first_quantized
 from layerwise.models.table import domains_by_prefix, named_params
-from layerwise.routing.rules import RouteRule
+from layerwise.routing.evidence import RulesArgument, rules_and_evidence
 
 Reduced = Literal["reduced"]
 """What a user says of gradients that are the same on every rank by the time of `step()`."""
@@ -53,12 +50,10 @@ _HELD_AS = ("_forward_module", "module")
 class Asked:
     """What an optimizer was asked for about a model that has no engine of its own; `Optimizer` documents it."""
 
-    rules: Sequence[RouteRule] | None = None
+    rules: RulesArgument = None
     matrix: object = None
     """The rule of matrices."""
     strict: bool = False
-    example_inputs: object = None
-    routing: str | PathLike[str] = "table"
     gradients: Reduced | None = None
     layout: str | None = None
     process_group: ProcessGroup | None = None
@@ -121,11 +116,9 @@ def _refuse_codes(model: nn.Module) -> None:
 def refuse_unfit(engine: Engine, asked: Asked) -> None:
     """Raise for what the engine of a model does not take: what its wrapper has been asked already, or a second optimizer."""
     is_wrapped = engine.plan.options.reduces
-    is_routed = asked.example_inputs is not None or asked.routing != "table"
-    if is_wrapped and (asked.rules is not None or asked.strict or is_routed):
+    if is_wrapped and (asked.rules is not None or asked.strict):
         raise ValueError(
-            "rules, strict, example_inputs or routing were passed to the Optimizer of a wrapped model: pass them to DataParallel, "
-            "which lays it out."
+            "rules or strict were passed to the Optimizer of a wrapped model: pass them to DataParallel, which lays it out."
         )
     if is_wrapped and asked.gradients is not None:
         raise ValueError(
@@ -195,14 +188,15 @@ def _agreed(groups: Groups, module: nn.Module, asked: Asked, memory: Memory) -> 
                 "say so: Optimizer(..., process_group=), with the ranks that it is on.",
                 aloud=groups.rank == 0,
             )
+        rules, evidence = rules_and_evidence(asked.rules)
         return Settings(
             options=Options(
                 layout="auto" if asked.layout is None else asked.layout,
-                rules=asked.rules,
+                rules=rules,
                 tp_mode=tp_mode_of(asked.matrix),
                 cost=cost_of(asked.matrix),
                 strict=asked.strict,
-                evidence=evidence_for((module,), asked.example_inputs, asked.routing),
+                evidence=evidence,
                 memory=memory,
                 gradients="params",
             ),

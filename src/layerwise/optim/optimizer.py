@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from layerwise.optim.engines import Asked, Reduced, engine_of, refuse_unfit
 from layerwise.optim.state import STEP, ExtraState, Own, after_hooks, export_state, extra_state_of, fit_state, is_whole
 from layerwise.optim.torch_defaults import Defaults
 from layerwise.optim.whole import Whole, check_consolidation, part_of, put_together, with_steps
-from layerwise.routing.rules import RouteRule
+from layerwise.routing.evidence import RulesArgument
 
 
 @understands(OF_OPTIMIZER)
@@ -52,7 +51,7 @@ class Optimizer(torch.optim.Optimizer):
         model: a `DataParallel`, a `DistributedDataParallel`, or an `nn.Module`, whose params may be DTensors.
         matrix: rule for the matrices, usually `Muon`.
         other: rule for everything else, `AdamW` or `Lion`.
-        rules, strict, example_inputs, routing: as in `DataParallel`, for a plain module; a wrapped one has its own.
+        rules, strict: as in `DataParallel`, for a plain module; a wrapped one has its own.
         process_group: of a sharded module, all ranks that hold a part of it; None finds them on its meshes, with those of the
             other stages of its pipeline. Of a plain one with reduced gradients, the ranks that they are reduced over; None
             means all of them. For a model on some of the ranks it says that this is no stage of a larger one.
@@ -77,10 +76,8 @@ class Optimizer(torch.optim.Optimizer):
         *,
         matrix: Rule,
         other: Rule,
-        rules: Sequence[RouteRule] | None = None,
+        rules: RulesArgument = None,
         strict: bool = False,
-        example_inputs: object = None,
-        routing: str | PathLike[str] = "table",
         process_group: ProcessGroup | None = None,
         gradients: Reduced | None = None,
         layout: str | None = None,
@@ -95,8 +92,6 @@ class Optimizer(torch.optim.Optimizer):
             rules=rules,
             matrix=matrix,
             strict=strict,
-            example_inputs=example_inputs,
-            routing=routing,
             gradients=gradients,
             layout=layout,
             process_group=process_group,

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from os import PathLike
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +33,11 @@ from layerwise.layout.storage import ParamGather, Reducer
 from layerwise.memory.hooked import take_grad
 from layerwise.memory.storage import refuse_sparse
 from layerwise.models.adopting import refuse_foreign
-from layerwise.models.forward.evidence import evidence_for
 from layerwise.models.names import named_buffers, named_parameters, unwrapped
 from layerwise.models.table import plain_dtype
 from layerwise.models.tracing import never_traced
 from layerwise.parallel.watch import ensure_compiled, refuse_scripted, watch_forward
-from layerwise.routing.rules import RouteRule
+from layerwise.routing.evidence import RulesArgument, rules_and_evidence
 
 _SAME_EVERYWHERE = ("overlap_grad_reduce", "overlap_param_gather")
 """Settings that decide when collectives are issued, and are in no plan."""
@@ -57,12 +55,9 @@ class DataParallel(nn.Module):
             are re-pointed at flat buffers: move and convert it before wrapping.
         layout: where optimizer state lives: "flat", "padded", "compact", "replicated", or "auto", which chooses for
             every buffer; `plan.describe()` says what and why. "padded:reference" packs as Megatron-LM does.
-        rules: routing rules that come before the defaults; see `RouteRule`.
+        rules: routing rules that come before the defaults (see `RouteRule`): a list, or the path of a file with [[rule]] tables or
+            of a routing that `layerwise inspect --record` wrote. A list may hold paths too, a recorded routing last.
         strict: refuse a param of two or more dims that only a fallback rule explains.
-        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments for the module: its forward is followed
-            on them without values, and a param that is not what routing says is refused with both readings.
-        routing: "table" goes by types and names, "trace" by the forward on `example_inputs`, and a path by the routing that
-            was recorded there; rules come before each of them.
         mesh: a DeviceMesh over all ranks with dims out of "pp", "dp" and "ep": dense params are copied over dp and ep,
             expert params (which modules name in `param_domains()`) over dp, and pp counts pipeline stages. None means
             that all ranks are data parallel.
@@ -93,10 +88,8 @@ class DataParallel(nn.Module):
         module: nn.Module | Sequence[nn.Module],
         *,
         layout: str = "auto",
-        rules: Sequence[RouteRule] | None = None,
+        rules: RulesArgument = None,
         strict: bool = False,
-        example_inputs: object = None,
-        routing: str | PathLike[str] = "table",
         mesh: Mesh | None = None,
         process_group: ProcessGroup | None = None,
         ties: Mapping[str, str] | None = None,
@@ -125,11 +118,12 @@ class DataParallel(nn.Module):
                 refuse_scripted(chunks)
             refuse_foreign(chunks, param_gather)
             dtype = plain_dtype(grad_dtype, "grad_dtype")
+            own_rules, evidence = rules_and_evidence(rules)
             options = Options(
                 layout=layout,
-                rules=rules,
+                rules=own_rules,
                 strict=strict,
-                evidence=evidence_for(chunks, example_inputs, routing),
+                evidence=evidence,
                 grad_dtype=dtype,
                 bucket_numel=bucket_numel_of(bucket_mib, dtype),
                 reducer=reducer,

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from layerwise.routing.defaults import low_rank
 from layerwise.routing.matrices import Matrix, matrices_of
 from layerwise.routing.readings import Reading, Readings, Role
-from layerwise.routing.refusals import globs, starred
-from layerwise.routing.rules import Route, RouteRule
-from layerwise.routing.spec import ParamSpec
+from layerwise.routing.refusals import RefusedError, globs, starred
+from layerwise.routing.rules import Route, RouteRule, route_params
+from layerwise.routing.spec import ParamSpec, ParamTable
+
+NOT_ROUTED = Route(family="other", reason="is refused")
+"""Stands for the route of a param that routing refuses, in a `Disagreement`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,15 @@ def compare(params: Iterable[ParamSpec], routes: Mapping[str, Route], readings: 
         if not agrees(param, route, reading):
             found.append(Disagreement(param, route, reading))
     return found
+
+
+def routes_and_refused(table: ParamTable, rules: Sequence[RouteRule]) -> tuple[Mapping[str, Route], set[str]]:
+    """Routes by fqn, and the fqns of params that routing refuses, which have no route. Other errors of a rule are raised."""
+    try:
+        return route_params(table, rules), set()
+    except RefusedError as error:
+        refused = {param.fqn for param in error.params}
+        return route_params(ParamTable(tuple(p for p in table if p.fqn not in refused)), rules), refused
 
 
 def agrees(param: ParamSpec, route: Route, reading: Reading) -> bool:

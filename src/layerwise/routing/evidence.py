@@ -1,18 +1,22 @@
-"""Routing with more to go by than types and names: a forward that was followed, or routes that were recorded."""
+"""Routing with more to go by than types and names: rules and files of the user, a forward that was followed, recorded routes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike, fspath
+from typing import Any
 
-from layerwise.routing.compare import Disagreement, compare
 from layerwise.routing.defaults import low_rank
+from layerwise.routing.files import read_rules
 from layerwise.routing.matrices import matrices_of
 from layerwise.routing.readings import Readings, Role
-from layerwise.routing.record import Recorded
-from layerwise.routing.refusals import RefusedError, fold_refusals, starred
+from layerwise.routing.record import Recorded, is_recorded, read_routing
 from layerwise.routing.rules import Route, RouteRule, route_params
 from layerwise.routing.spec import ParamSpec, ParamTable
+
+RulesArgument = Sequence[RouteRule | str | PathLike[str]] | str | PathLike[str] | None
+"""Type of `rules=`; `rules_and_evidence` reads it."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,9 @@ class Evidence:
     """What else is known about the params of a model."""
 
     readings: Readings = field(default_factory=dict)
-    """What its forward shows."""
-    decides: bool = False
-    """The readings decide. Otherwise routes that differ from them are refused."""
+    """Params by fqn as the forward uses them."""
     recorded: Recorded | None = None
-    """Routes that a file holds. They decide."""
+    """Routes of a file. They must be of this model, and come before the readings."""
 
     def route_of(self, param: ParamSpec) -> Route | None:
         """The route of what was seen of a param; None where nothing was."""
@@ -37,26 +39,6 @@ class Evidence:
         return Route(family="matrix", reason=reason, matrices=matrices_of(param, reading.split), split=reading.split)
 
 
-class DisagreementError(ValueError):
-    """Routing and the forward read params differently. Both readings, and what to do."""
-
-    def __init__(self, disagreements: Sequence[Disagreement]) -> None:
-        self.disagreements = tuple(disagreements)
-        folded: dict[tuple[str, str], list[Disagreement]] = {}
-        for item in disagreements:
-            folded.setdefault((starred(item.param.fqn), item.sentence), []).append(item)
-        lines = [
-            f"  {f'{len(items)} params {name!r}' if len(items) > 1 else f'param {items[0].param.fqn!r}'} of shape "
-            f"{items[0].param.shape}: {sentence}"
-            for (name, sentence), items in folded.items()
-        ]
-        super().__init__(
-            f"routing and the forward read {len(disagreements)} params differently:\n"
-            + "\n".join(lines)
-            + "\nPass routing='trace' to go by the forward, or a RouteRule for each to say what it is."
-        )
-
-
 def route_by(
     table: ParamTable,
     rules: Sequence[RouteRule] | None,
@@ -65,18 +47,39 @@ def route_by(
     evidence: Evidence | None = None,
     elsewhere: Collection[str] = (),
 ) -> Mapping[str, Route]:
-    """A route for every param. A user's rules come first, always; then what was recorded, or seen if that is to decide."""
+    """A route for every param. Rules of the user come first, then a recorded routing, or the readings of a forward."""
     if evidence is None:
         return route_params(table, rules, strict=strict, elsewhere=elsewhere)
     if evidence.recorded is not None:
         evidence.recorded.check(table)
         return route_params(table, rules, strict=strict, decide=evidence.recorded.route, elsewhere=elsewhere)
-    decide = evidence.route_of if evidence.decides else None
-    try:
-        routes = route_params(table, rules, strict=strict, decide=decide, elsewhere=elsewhere)
-    except RefusedError as error:
-        raise RefusedError(fold_refusals(error.params, evidence.readings, table.by_name)) from None
-    differ = [] if evidence.decides else compare(table, routes, evidence.readings)
-    if differ:
-        raise DisagreementError(differ)
-    return routes
+    return route_params(table, rules, strict=strict, decide=evidence.route_of, elsewhere=elsewhere)
+
+
+def rules_and_evidence(given: object) -> tuple[Any, Evidence | None]:
+    """Read the files that are named in `rules=`: a list of rules (None for none), and the recorded routing that comes after them.
+
+    `given` is a list of `RouteRule`s and of paths, or one path, or None. A file holds either [[rule]] tables, which take the
+    place of the path, or a routing that `layerwise inspect --record` wrote, which comes last. Other values are returned for
+    `route_params` to refuse.
+    """
+    if isinstance(given, str | PathLike):
+        given = [given]
+    if not isinstance(given, list | tuple):
+        return given, None
+    rules: list[object] = []
+    for number, item in enumerate(given, start=1):
+        if not isinstance(item, str | PathLike):
+            rules.append(item)
+            continue
+        path = fspath(item)
+        if not is_recorded(path):
+            rules += read_rules(path)
+        elif number == len(given):
+            return rules, Evidence(recorded=read_routing(path))
+        else:
+            raise ValueError(
+                f"the recorded routing {path!r} is entry {number} of {len(given)} in rules: it decides about every param that is left, so "
+                "nothing comes after it. Put it last."
+            )
+    return rules, None

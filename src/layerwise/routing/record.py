@@ -121,6 +121,15 @@ def read_routing(path: str | Path) -> Recorded:
     return Recorded(where, lines)
 
 
+def is_recorded(path: str) -> bool:
+    """Whether a file holds a recorded routing, and not rules: JSON begins with a brace, TOML cannot. False for a path that
+    cannot be read, which `read_rules` says."""
+    try:
+        return Path(path).read_text(encoding="utf-8").lstrip().startswith("{")
+    except (OSError, ValueError):
+        return False
+
+
 def _line(entry: dict[str, Any]) -> Line:
     family: Family = entry["family"]
     if family not in ("matrix", "other"):

@@ -70,7 +70,7 @@ class Refusal:
             return self.first.misfit
         if self.split is not None and self.reading is not None:
             return (
-                f"looks fused ({self.first.looks_fused!r}), and its forward shows how: {self.reading.why}. Pass routing='trace', or "
+                f"looks fused ({self.first.looks_fused!r}), and its forward shows how: {self.reading.why}. Pass "
                 f"RouteRule(pattern={self.pattern!r}, to='matrix', split={self.split!r})."
             )
         holder = self.first.module_type or "its module"

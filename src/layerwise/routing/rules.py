@@ -175,7 +175,7 @@ def _checked(rules: object) -> tuple[RouteRule, ...]:
     if rules is None:
         return ()
     if not isinstance(rules, list | tuple) or not all(isinstance(rule, RouteRule) for rule in rules):
-        raise TypeError(f"rules must be a list of layerwise.RouteRule, got {rules!r}.")
+        raise TypeError(f"rules must be a list of layerwise.RouteRule, or the path of a rules file, got {rules!r}.")
     return tuple(rules)
 
 

@@ -338,8 +338,7 @@ def _wrapped(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
     model = layerwise.DataParallel(
         chunks if len(chunks) > 1 else chunks[0],
         layout=config.parallel.layout,
-        rules=rules,
-        **_routing(config),
+        **_routing(config, rules),
         mesh=grid.mesh,
         ties=ties_of(chunks),
         reducer=config.parallel.reducer,
@@ -363,12 +362,13 @@ def _sharded(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRul
     (model,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
     cut_gpt(model, meshes, config.parallel, _DTYPES[config.parallel.grad_dtype])
     passes = WholeModel(model, partial(no_sync, model))
-    return grid, model, passes, _optimizer(model, config, rules=rules, **_routing(config))
+    return grid, model, passes, _optimizer(model, config, **_routing(config, rules))
 
 
-def _routing(config: TrainConfig) -> dict[str, Any]:
-    """How params are routed, beside rules: the same whoever is asked."""
-    return {"strict": config.routing.strict, "routing": config.routing.recorded or "table"}
+def _routing(config: TrainConfig, rules: Sequence[RouteRule]) -> dict[str, Any]:
+    """Arguments of `DataParallel` or `Optimizer` that route params; a recorded routing comes after the rules."""
+    recorded = config.routing.recorded
+    return {"strict": config.routing.strict, "rules": [*rules, recorded] if recorded else rules}
 
 
 def _averaged(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRule]) -> _Built:
@@ -376,7 +376,7 @@ def _averaged(config: TrainConfig, ranks: joining.Ranks, rules: Sequence[RouteRu
     grid = joining.arrange(ranks)
     (module,) = build_chunks(config, grid, ranks.device, _DTYPES[config.train.precision])
     model = DistributedDataParallel(module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
-    optimizer = _optimizer(model, config, rules=rules, layout=config.parallel.layout, **_routing(config))
+    optimizer = _optimizer(model, config, layout=config.parallel.layout, **_routing(config, rules))
     return grid, model, WholeModel(model, model.no_sync), optimizer
 
 

@@ -73,6 +73,10 @@ def rules_and_evidence(given: object) -> tuple[Any, Evidence | None]:
             rules.append(item)
             continue
         path = fspath(item)
+        if not path:
+            raise ValueError(
+                "rules holds an empty path: expected the path of a rules file. Leave it out to route by the defaults."
+            )
         if not is_recorded(path):
             rules += read_rules(path)
         elif number == len(given):

@@ -207,6 +207,8 @@ def test_rules_of_another_kind_are_refused() -> None:
         TypeError, match=re.escape("rules must be a list of layerwise.RouteRule, or the path of a rules file, got 3")
     ):
         layerwise.DataParallel(gated(), rules=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rules holds an empty path"):
+        layerwise.DataParallel(gated(), rules="")
 
 
 def test_an_optimizer_of_a_wrapped_model_takes_no_rules() -> None:

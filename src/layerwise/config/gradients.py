@@ -26,7 +26,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 @understands(OF_GRADIENT_POLICY)
 @dataclass(frozen=True, kw_only=True)
 class GradientPolicy:
-    """Rules of an `Optimizer` for clipping gradients and for skipping or refusing a step; every rank passes the same ones.
+    """Settings by which an `Optimizer` clips gradients, and skips or refuses steps. Pass the same ones on every rank.
 
     Args:
         clip: params whose gradients are clipped to `clip_grad_norm=` of the `Optimizer`, by one common norm: "all", as

@@ -274,3 +274,33 @@ def test_a_model_whose_group_the_user_left_says_so_before_anything_is_sent(tmp_p
                 name
             ]
             assert "Build the module and these anew" in found[name]
+
+
+# ------------------------------------------------------------------------------------------------ groups that overlap
+
+
+def overlapping(rank: int, world: int) -> list[list[str]]:
+    """Groups of models on pairs of ranks, where the ranks are in different numbers of groups; then on all of them."""
+    pairs, spare = [dist.new_group([0, 1]), dist.new_group([1, 2])], dist.new_group()
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)  # torch counts this one on rank 0 alone
+    trained = [
+        Trained(rank, process_group=pair) for ranks, pair in zip(((0, 1), (1, 2)), pairs, strict=True) if rank in ranks
+    ]
+    dist.destroy_process_group(spare)
+    for number, ranks in enumerate(((0, 1), (1, 2))):
+        if rank in ranks:
+            trained.append(Trained(rank, process_group=pairs[number]))
+    return [[group.group_name for group in one.model.engine.groups.made._groups] for one in trained]
+
+
+def test_ranks_in_different_numbers_of_groups_find_each_other() -> None:
+    (first, again), (mine, other, mine_again, other_again), (last, last_again) = run_ranks(
+        3, overlapping, timeout_s=120, pg_timeout_s=60
+    )
+    assert (first, again, last, last_again) == (mine, mine_again, other, other_again), "one name on all members"
+    names = [*mine, *other, *mine_again, *other_again]
+    assert len(set(names)) == len(names) == 4 * PER_MODEL, "and no two of one name"
+    assert all(name.startswith("layerwise ") for name in names), (
+        "torch's own names count groups, each version otherwise"
+    )

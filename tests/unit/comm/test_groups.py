@@ -191,3 +191,21 @@ def test_shared_facts_come_in_order_of_rank() -> None:
 def test_every_rank_has_exactly_one_stage() -> None:
     groups = Groups(training=None, control=None, domains={}, stages=((0,),))
     assert groups.stage == 0
+
+
+def names_of_a_pair(rank: int, world: int) -> list[str]:
+    """Names of the process groups of a model on ranks 0 and 1, where rank 0 is in one group more than rank 1."""
+    pair = dist.new_group([0, 1])
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    if rank == 2:
+        return []
+    model = layerwise.DataParallel(torch.nn.Linear(2, 2), process_group=pair)
+    return [group.group_name for group in model.engine.groups.made._groups]
+
+
+def test_groups_of_some_ranks_have_names_of_our_own_which_all_members_know() -> None:
+    first, second, _ = run_ranks(3, names_of_a_pair, pg_timeout_s=60)
+    assert first == second
+    assert len(set(first)) == len(first) > 0
+    assert all(name.startswith("layerwise ") for name in first)

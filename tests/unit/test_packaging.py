@@ -68,3 +68,12 @@ def test_a_bug_report_asks_for_the_doctor() -> None:
     fields = {field["id"]: field for field in forms["bug_report"]["body"]}
     assert "`layerwise doctor`" in fields["doctor"]["attributes"]["label"]
     assert fields["doctor"]["validations"] == {"required": True}
+
+
+def test_a_vulnerability_can_be_reported_privately(project: dict[str, Any]) -> None:
+    """SECURITY.md names the form that only maintainers read, and CONTRIBUTING.md leads to SECURITY.md."""
+    text = (ROOT / "SECURITY.md").read_text()
+    section = text.partition("\n## Reporting a vulnerability\n")[2].partition("\n## ")[0]
+    assert "privately" in section
+    assert f"<{project['urls']['Homepage']}/security/advisories/new>" in section
+    assert "[privately](SECURITY.md)" in (ROOT / "CONTRIBUTING.md").read_text()

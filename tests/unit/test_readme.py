@@ -68,3 +68,50 @@ def test_its_pictures_are_shown_by_an_index() -> None:
     pictures = re.findall(r"!\[[^]]*\]\(([^)\s]+)[^)]*\)", README) + re.findall(r"<img[^>]*src=\"([^\"]+)\"", README)
     ours = [picture for picture in pictures if HOME.rsplit("//", 1)[1].split("/", 1)[1] in picture]
     assert [picture for picture in ours if not picture.startswith(f"{PICTURES}/main/")] == []
+
+
+def added_lines(block: str) -> list[str]:
+    return [line[1:].strip() for line in block.splitlines() if line.startswith("+")]
+
+
+def test_it_says_how_to_install() -> None:
+    consoles = "".join(re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL))
+    assert re.search(r"^\$ pip install layerwise(\s+#.*)?$", consoles, flags=re.MULTILINE)
+
+
+def test_a_change_to_fsdp2_is_one_line_and_one_to_ddp_two() -> None:
+    blocks = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
+    (fsdp2,) = [block for block in blocks if "fully_shard(" in block]
+    (optimizer,) = added_lines(fsdp2)
+    assert optimizer.startswith("optimizer = layerwise.Optimizer(")
+    (ddp,) = [block for block in blocks if "DistributedDataParallel(" in block]
+    model, optimizer = added_lines(ddp)
+    assert model.startswith("model = layerwise.DataParallel(")
+    assert optimizer.startswith("optimizer = layerwise.Optimizer(")
+    for block in blocks:  # as many lines come as go: nothing else of the trainer changes
+        assert len(re.findall(r"^-", block, flags=re.MULTILINE)) == len(added_lines(block)), block
+
+
+def test_its_limits_come_before_its_command_line() -> None:
+    headings = re.findall(r"^## (.*)$", README, flags=re.MULTILINE)
+    order = ["Install", "Tested on", "Not for you if", "Command line"]
+    assert [heading for heading in headings if heading in order] == order
+    assert re.search(rf"\]\({HOME}/blob/main/docs/tested_on\.md\)", README)
+
+
+def test_it_makes_three_claims_each_with_hardware_baseline_and_command() -> None:
+    table = re.search(r"<!-- table: claims -->\n(.*?)\n<!-- end -->", README, flags=re.DOTALL)
+    assert table is not None
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.group(1).splitlines()]
+    assert header == ["measured", "layerwise", "baseline", "on", "command"]
+    assert len(rows) == 3
+    for row in rows:
+        assert len(row) == len(header)
+        assert all(re.search(r"\w", cell) for cell in row), row
+        assert re.search(r"\d+ (to \d+ )?ranks?", row[3]), row
+        command = re.fullmatch(r"`(make|python) (\S+)( .*)?`", row[4])
+        assert command is not None, row
+        if command.group(1) == "python":
+            assert (ROOT / command.group(2)).exists()
+        else:
+            assert re.search(rf"^{command.group(2)}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

@@ -7,6 +7,7 @@ import math
 import os
 import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -402,3 +403,67 @@ def test_a_rank_without_a_batch_takes_part_in_steps(way: str) -> None:
     first, second = run_ranks(2, step_without_a_batch, way)
     assert first == second
     assert first[0] == 6
+
+
+# -- state_dict() waits for nobody ---------------------------------------------------------------------
+
+
+def numels_of(state_dict: Any) -> list[int]:
+    """How many elements of each param a state dict covers, in order of its numbers."""
+    return [max(tensor.numel() for tensor in entry.values()) for _, entry in sorted(state_dict["state"].items())]
+
+
+def ask_alone(rank: int, world: int, wrapper: str, ask: bool) -> list[Any]:
+    """Rank 0 calls state_dict() twice while rank 1 waits for a key in the store: a collective in the call would hang."""
+    torch.manual_seed(3)
+    net = Net()
+    matrix, other = layerwise.Muon(lr=0.05, ns_dtype="fp32"), layerwise.AdamW(lr=0.01)
+    model: nn.Module
+    if wrapper == "ddp":
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = layerwise.Optimizer(model, matrix=matrix, other=other, layout="flat")
+    else:
+        model = layerwise.DataParallel(net, layout="flat")
+        optimizer = layerwise.Optimizer(model, matrix=matrix, other=other)
+    store, found = dist.distributed_c10d._get_default_store(), []
+
+    def step(number: int) -> None:
+        net_loss(model, rank, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def first_rank_alone(word: str) -> None:
+        if rank == 0 and ask:
+            said = raised(optimizer.state_dict)
+            numels = [] if said != "nothing was raised" else numels_of(optimizer.state_dict())
+            found.append((said, numels))
+        if rank == 0:
+            store.set(word, "done")
+        store.wait([word], timedelta(seconds=60))
+
+    step(0)
+    first_rank_alone("in parts")
+    step(1)
+    if ask:
+        optimizer.consolidate_state_dict(to=0)
+    first_rank_alone("whole")
+    step(2)
+    return [
+        found,
+        [param.numel() for param in net.parameters()],
+        [param.detach().clone() for param in net.parameters()],
+    ]
+
+
+def test_state_dict_on_one_rank_alone_waits_for_no_other() -> None:
+    """state_dict() raises while state is in parts and is whole after consolidate_state_dict(); later steps give the bits of a run without it."""
+    for wrapper in ("ddp", "ours"):
+        (found, numels, weights), (others, _, same) = run_ranks(2, ask_alone, wrapper, True)
+        (in_parts, nothing), (whole, given) = found
+        assert "StateError: state_dict() was called on an optimizer whose state is in parts" in in_parts
+        assert "call consolidate_state_dict(to=0) on every rank before" in in_parts
+        assert (nothing, whole, others) == ([], "nothing was raised", [])
+        assert sorted(given) == sorted(numels)
+        straight = run_ranks(2, ask_alone, wrapper, False)[0][-1]
+        assert all(map(torch.equal, weights, same))
+        assert all(map(torch.equal, weights, straight))

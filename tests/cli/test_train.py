@@ -132,7 +132,12 @@ def test_a_signal_ends_the_run_with_a_report(tmp_path: Path, text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "whom", "code"),
-    [(signal.SIGINT, "all", 130), (signal.SIGTERM, "launcher", 143), (signal.SIGUSR1, "launcher", 138)],
+    [
+        (signal.SIGINT, "all", 130),
+        (signal.SIGTERM, "launcher", 143),
+        (signal.SIGUSR1, "launcher", 138),
+        (signal.SIGHUP, "launcher", 129),
+    ],
 )
 def test_a_signal_to_several_ranks_ends_with_our_lines_and_no_traceback(
     tmp_path: Path, text: str, number: signal.Signals, whom: str, code: int
@@ -144,7 +149,11 @@ def test_a_signal_to_several_ranks_ends_with_our_lines_and_no_traceback(
     with (
         (tmp_path / "said").open("w") as said,
         subprocess.Popen(
-            [sys.executable, "-m", "layerwise", *words], stdout=said, stderr=said, start_new_session=True
+            [sys.executable, "-m", "layerwise", *words],
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # a suite under nohup ignores it
         ) as run,
     ):
         try:

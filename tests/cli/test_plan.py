@@ -469,7 +469,7 @@ def test_a_config_and_its_live_module_cost_the_same(tmp_path: Path, capsys: Capt
     assert column(found, "padded") == column_of(plan).to_json()
 
 
-@pytest.mark.parametrize("layout", [*SIDE_BY_SIDE, "padded:reference"])
+@pytest.mark.parametrize("layout", SIDE_BY_SIDE)
 def test_the_trainers_model_costs_what_its_plan_says(layout: str, capsys: Captured) -> None:
     words = ("--bucket-mib", "0.25", "--grad-dtype", "bf16", "--world", "3", "--layout", layout)
     found = as_json(capsys, "--model", "configs/tiny.toml", *words)

@@ -12,8 +12,8 @@ import layerwise
 from tests.distributed.goldens import Steps
 
 BF16, FP16 = torch.bfloat16, torch.float16
-LAYOUTS = ("flat", "padded", "compact", "replicated", "padded:reference", "auto")
-SHARDED = ("flat", "padded", "compact", "padded:reference", "auto")
+LAYOUTS = ("flat", "padded", "compact", "replicated", "auto")
+SHARDED = ("flat", "padded", "compact", "auto")
 FEW_LAYOUTS = ("flat", "padded", "compact", "replicated")
 
 MATRIX_RULES: dict[str, dict[str, Any]] = {

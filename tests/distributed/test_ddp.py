@@ -43,7 +43,7 @@ from tests.worlds import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-EXPLICIT = ("flat", "padded", "compact", "replicated", "replicated:shared")
+EXPLICIT = ("flat", "padded", "compact", "replicated")
 Grads = dict[str, Tensor]
 
 
@@ -457,7 +457,7 @@ def held(rank: int, world: int, layout: str, dtype: torch.dtype) -> tuple[int, i
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("layout", sampled(EXPLICIT, "compact", "replicated:shared"))
+@pytest.mark.parametrize("layout", sampled(EXPLICIT, "compact", "replicated"))
 def test_a_rank_holds_no_full_gradient_of_ours(layout: str, dtype: torch.dtype) -> None:
     for nbytes, replicas, shards, state, phases in run_ranks(3, held, layout, dtype):
         masters = 0 if dtype == FP32 else 4 * shards
@@ -495,7 +495,7 @@ def resumed(rank: int, world: int, layout: str) -> tuple[bool, bool, str]:
     return same, all(map(torch.equal, whole(ddp), whole(fresh))), optimizer.plan.layout_label
 
 
-@pytest.mark.parametrize("layout", sampled(("auto", *EXPLICIT), "auto", "replicated:shared"))
+@pytest.mark.parametrize("layout", sampled(("auto", *EXPLICIT), "auto", "replicated"))
 def test_a_state_dict_resumes_bitwise_and_without_one_weights_differ(layout: str) -> None:
     for same, without, _ in run_ranks(2, resumed, layout):
         assert same

@@ -250,7 +250,7 @@ ARRANGED: dict[int, list[Arrangement]] = {
         arrangement("compact", "ordered", dtype=BF16),
         arrangement("compact", ep=3, matrix="adamw", options=CHECKED),
         arrangement("auto", "ordered", zero2=True, chunks=2),
-        arrangement("padded:reference", zero2=True, options=CHECKED),
+        arrangement("padded", zero2=True, options=CHECKED),
     ],
     4: [
         arrangement("flat", zero2=True, pp=2, tied="embedding", ep=2, dtype=BF16),

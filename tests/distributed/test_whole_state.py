@@ -6,6 +6,8 @@ Gradients are the same on every rank and depend on the step alone, so a run on o
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise
+from layerwise.layout.packing import PackedBucket, PackItem, pack
 from tests.marks import sampled
 from tests.ranks import raised, run_ranks
 from tests.worlds import Case, Net, gradient
@@ -64,12 +67,12 @@ WAYS = {
     "2 flat to 4 padded, bf16": (2, "flat", "normuon", BF16, 4, "padded"),
     "4 padded to 1": (4, "padded", "muon", BF16, 1, "compact"),
     "2 replicated to 3 compact": (2, "replicated", "normuon", FP32, 3, "compact"),
-    "3 replicated:shared to 2 replicated": (3, "replicated:shared", "normuon", BF16, 2, "replicated"),
+    "3 replicated to 2 replicated": (3, "replicated", "normuon", BF16, 2, "replicated"),
     "1 to 3 flat": (1, "flat", "muon", FP32, 3, "flat"),
 }
 
 
-@pytest.mark.parametrize("name", sampled(WAYS, "3 ranks compact to 2 flat", "3 replicated:shared to 2 replicated"))
+@pytest.mark.parametrize("name", sampled(WAYS, "3 ranks compact to 2 flat", "3 replicated to 2 replicated"))
 def test_any_number_of_ranks_goes_on_from_what_one_wrote_bitwise(name: str) -> None:
     world, layout, rule, dtype, other, to = WAYS[name]
     (saved, straight, is_whole), *others = run_ranks(world, first_half, layout, rule, dtype)
@@ -221,3 +224,40 @@ def test_the_state_of_another_model_is_refused_by_name() -> None:
     for model, shape in run_ranks(2, refused):
         assert "ValueError: state dict has 'exp_avg' of param 'norm.weight' as (12,): expected (8,)" in model
         assert "ValueError: state dict has 'momentum' of param 'experts' as (3,): expected (3, 6, 10)" in shape
+
+
+def pack_otherwise(items: Sequence[PackItem], *, num_shards: int, bucket_numel: int) -> tuple[PackedBucket, ...]:
+    """Another packing: that of today with the shards of every bucket in reverse order."""
+    return tuple(
+        replace(bucket, places=tuple(replace(place, shard=num_shards - 1 - place.shard) for place in bucket.places))
+        for bucket in pack(items, num_shards=num_shards, bucket_numel=bucket_numel)
+    )
+
+
+def packed_by_an_earlier_version(rank: int, world: int) -> list[str]:
+    """A part that was saved under another packing of `padded`, loaded under the packing of today."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("layerwise.layout.storage.pack", pack_otherwise)
+        module, optimizer = build("padded", "muon", BF16)
+    steps(module, optimizer, range(3))
+    _, other = build("padded", "muon", BF16)
+    return [raised(lambda: other.load_state_dict(optimizer.state_dict(part=True))), str(other.engine.count.steps)]
+
+
+def test_a_part_that_an_earlier_version_packed_in_another_way_is_refused_by_name() -> None:
+    for text, count in run_ranks(2, packed_by_an_earlier_version):
+        assert "state dict belongs to another layout: it was written under plan" in text
+        assert "Earlier versions packed layout='padded' in another way" in text
+        assert "layerwise.save(), whose checkpoints load here" in text
+        assert count == "0"
+
+
+def test_a_part_of_a_layout_that_packs_nothing_is_refused_without_that_advice() -> None:
+    for text in run_ranks(2, part_of_another_layout):
+        assert "state dict belongs to another layout" in text
+        assert "packed" not in text
+
+
+def part_of_another_layout(rank: int, world: int) -> str:
+    saved, loading = (build(layout, "muon", BF16)[1] for layout in ("compact", "flat"))
+    return raised(lambda: loading.load_state_dict(saved.state_dict(part=True)))

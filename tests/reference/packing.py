@@ -1,4 +1,4 @@
-"""The reference packings of the `padded` layout, slow and obvious: every shard is looked at for every param."""
+"""The packing of the `padded` layout, slow and obvious: every shard is looked at for every param."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lowest(values: Sequence[int], among: Sequence[int]) -> int:
     return best
 
 
-def cut(params: Sequence[Param], shards: int, bucket_numel: int, *, by_cost: bool) -> list[list[Param]]:
+def cut(params: Sequence[Param], shards: int, bucket_numel: int) -> list[list[Param]]:
     """Portions of params, given in backward order."""
     divisor = math.lcm(64, math.lcm(shards, 128) // shards)
     portions: list[list[Param]] = []
@@ -55,7 +55,7 @@ def cut(params: Sequence[Param], shards: int, bucket_numel: int, *, by_cost: boo
                 shard = lowest(loads, range(shards))
                 loads[shard] = up(loads[shard], 64) + earlier.numel
             fits = up(min(loads), 64) + param.numel <= up(max(loads), divisor)
-            if sum(p.numel for p in portion) >= enough and not (by_cost and fits):
+            if sum(p.numel for p in portion) >= enough and not fits:
                 portions.append(portion)
                 portion = []
         portion.append(param)
@@ -63,20 +63,20 @@ def cut(params: Sequence[Param], shards: int, bucket_numel: int, *, by_cost: boo
     return [portion for portion in portions if portion]
 
 
-def pack(params: Sequence[Param], shards: int, bucket_numel: int, *, by_cost: bool) -> tuple[list[Bucket], list[int]]:
+def pack(params: Sequence[Param], shards: int, bucket_numel: int) -> tuple[list[Bucket], list[int]]:
     """Buckets, and the load of every rank."""
     divisor = math.lcm(64, math.lcm(shards, 128) // shards)
     work = [0] * shards
     buckets = []
-    for portion in cut(params, shards, bucket_numel, by_cost=by_cost):
+    for portion in cut(params, shards, bucket_numel):
         bucket = Bucket(0)
         ends = [0] * shards
         cap = Fraction(sum(p.numel for p in portion), shards) * Fraction(13, 10)
-        for param in sorted(portion, key=lambda p: (-(p.cost if by_cost else p.numel), p.name)):
+        for param in sorted(portion, key=lambda p: (-p.cost, p.name)):
             room = [s for s in range(shards) if up(ends[s], 64) + param.numel <= cap]
             if param.alone:
                 shard = 0
-            elif by_cost and room:
+            elif room:
                 shard = lowest(work, room)
             else:
                 shard = lowest(ends, range(shards))

@@ -75,8 +75,8 @@ QUICK_MESHES = (
     "ep x fsdp 2x2 dim 1",
     "ddp 3",
 )
-GIVEN_LAYOUTS = ("flat", "replicated:shared")
-"""Of a DistributedDataParallel: what an optimizer keeps is dealt out, or each rank has all of it and shares the work."""
+GIVEN_LAYOUTS = ("flat", "replicated")
+"""Of a DistributedDataParallel: optimizer state is sharded, or every rank has all of it and repeats the work."""
 
 
 class Cell(NamedTuple):

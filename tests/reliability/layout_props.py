@@ -76,14 +76,14 @@ class StoredBucket:
     @property
     def keeps_whole(self) -> bool:
         """Whether its layout promises that no param of it is cut."""
-        return self.is_matrix and self.layout.startswith(("padded", "compact"))
+        return self.is_matrix and self.layout in ("padded", "compact")
 
     @property
     def allowed_padding(self) -> int:
         """One more than the elements that may belong to no param."""
         if self.layout == "compact":
             return 1
-        if self.layout.startswith("padded"):
+        if self.layout == "padded":
             fullest = max(max((span.part.stop for span in spans), default=0) for spans in self.spans.values())
             shard = fullest + math.lcm(64, self.divisor // self.num_shards)
             return shard * self.num_shards - sum(placement.numel for placement in self.placements)
@@ -148,7 +148,7 @@ def random_table(rng: Random, world: int) -> ParamTable:
     return named(specs, rng)
 
 
-_LAYOUTS = (*["flat"] * 8, *["padded"] * 4, *["compact"] * 4, "padded:reference", "replicated", "auto", "auto")
+_LAYOUTS = (*["flat"] * 8, *["padded"] * 5, *["compact"] * 4, "replicated", "auto", "auto")
 
 
 def planned(seed: int, *, reordered: bool = False) -> Plan:

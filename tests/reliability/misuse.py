@@ -2039,7 +2039,7 @@ for _saved, _loading in (
     ("flat", "replicated"),
     ("replicated", "flat"),
     ("compact", "flat"),
-    ("compact", "padded:reference"),
+    ("compact", "padded"),
 ):
     _state_of_another_layout(_saved, _loading)
 

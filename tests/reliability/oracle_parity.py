@@ -110,8 +110,8 @@ MESH_SCENES: list[Scene] = [
 ]
 """One of every kind of mesh, for the quick profile."""
 DDP_RUNS: dict[str, tuple[str, ...]] = {
-    "2 ranks, bf16, tied": ("replicated:shared", "compact"),
-    "3 ranks, optimizer first": ("replicated:shared",),
+    "2 ranks, bf16, tied": ("replicated", "compact"),
+    "3 ranks, optimizer first": ("replicated",),
 }
 """For the quick profile: runs of a DistributedDataParallel, and their layouts."""
 

@@ -414,7 +414,7 @@ def _(rank: int, world: int) -> Scene:
     world=2,
 )
 def _(rank: int, world: int) -> Scene:
-    ddp, optimizer = test_ddp.ddp_net(layout="replicated:shared")
+    ddp, optimizer = test_ddp.ddp_net(layout="replicated")
     with ddp.no_sync():
         net_loss(ddp, rank, 0).backward()
     yield optimizer
@@ -431,7 +431,7 @@ def _(rank: int, world: int) -> Scene:
 )
 def _(rank: int, world: int) -> Scene:
     module = test_ddp.net(seed=rank)
-    optimizer = layerwise.Optimizer(module, gradients="reduced", layout="replicated:shared", **test_ddp.RULES)
+    optimizer = layerwise.Optimizer(module, gradients="reduced", layout="replicated", **test_ddp.RULES)
     for param in module.parameters():
         param.grad = torch.ones_like(param)
     yield optimizer
@@ -440,7 +440,7 @@ def _(rank: int, world: int) -> Scene:
 
 @misuse("a reduced gradient that one rank lacks", StateError, "shared.bias (missing on 1 of 2 ranks)", world=2)
 def _(rank: int, world: int) -> Scene:
-    ddp, optimizer = test_ddp.ddp_net(layout="replicated:shared")
+    ddp, optimizer = test_ddp.ddp_net(layout="replicated")
     net_loss(ddp, rank, 0).backward()
     if rank:
         ddp.module.shared.bias.grad = None
@@ -470,7 +470,7 @@ def _(rank: int, world: int) -> Scene:
 @misuse("another layout of reduced gradients on one rank", PlanMismatchError, "ranks 0 and 1", "layout", world=2)
 def _(rank: int, world: int) -> Scene:
     yield (module := test_ddp.net())
-    layerwise.Optimizer(module, gradients="reduced", layout=("flat", "replicated:shared")[rank], **test_ddp.RULES)
+    layerwise.Optimizer(module, gradients="reduced", layout=("flat", "replicated")[rank], **test_ddp.RULES)
 
 
 @misuse(

@@ -30,6 +30,12 @@ GONE_VALUES: Mapping[tuple[str, str], str] = {
         "write reducer='ordered'; with a grad_dtype of bf16 beside it the wire carries bf16 and the sum stays in fp32"
     ),
     ("clip", "none"): "leave clip_grad_norm= of the Optimizer out, and nothing is clipped",
+    ("layout", "padded:reference"): "write layout='padded', which packs so now",
+    ("layout", "padded:reference-numel"): "write layout='padded', which packs as Megatron-LM's main does",
+    (
+        "layout",
+        "replicated:shared",
+    ): "write layout='flat', which shares the work and the optimizer state, or 'replicated'",
 }
 """Name of a setting that is still there and a value that it no longer takes -> what to do instead."""
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal[
-    "flat", "padded", "compact", "replicated", "replicated:shared", "padded:reference", "padded:reference-numel"
-]
+Layout = Literal["flat", "padded", "compact", "replicated"]
 
 WorkPolicy = Literal["stay", "balance", "repeat"]
 """Who orthogonalises a matrix. stay: a rank that holds it whole. repeat: every rank that holds it whole. balance: whoever
 has least to do. Where nobody holds a matrix whole, it is dealt out in any case."""
-
-Packing = Literal["best", "reference", "reference-numel"]
-"""How whole params are packed into equal shards: with least padding, or as Megatron-LM does, now and before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +22,6 @@ class LayoutFacts:
     reduces: Literal["reduce_scatter", "all_reduce"]
     publishes: Literal["all_gather", "uneven_all_gather", "none"]
     work: WorkPolicy
-    packing: Packing = "best"
     beside: Layout = "flat"
     """How params that no matrix rule manages are stored beside it."""
 
@@ -42,18 +36,8 @@ FACTS_BY_LAYOUT: dict[Layout, LayoutFacts] = {
     "padded": LayoutFacts(cut="packed", reduces="reduce_scatter", publishes="all_gather", work="stay"),
     "compact": LayoutFacts(cut="by owner", reduces="all_reduce", publishes="uneven_all_gather", work="stay"),
     "replicated": LayoutFacts(cut="copied", reduces="all_reduce", publishes="none", work="repeat", beside="replicated"),
-    "replicated:shared": LayoutFacts(
-        cut="copied", reduces="all_reduce", publishes="none", work="balance", beside="replicated"
-    ),
-    "padded:reference": LayoutFacts(
-        cut="packed", reduces="reduce_scatter", publishes="all_gather", work="stay", packing="reference"
-    ),
-    "padded:reference-numel": LayoutFacts(
-        cut="packed", reduces="reduce_scatter", publishes="all_gather", work="stay", packing="reference-numel"
-    ),
 }
-"""The storage plans the engine executes. Where everything is replicated, every rank orthogonalises every matrix, or they
-share the matrices and send each other what becomes of them. The last two pack as Megatron-LM does, now and before, for comparison."""
+"""The storage plans that the engine executes."""
 
 LAYOUTS: tuple[Layout, ...] = tuple(FACTS_BY_LAYOUT)
 

@@ -320,7 +320,6 @@ def compare_plans(
                 bucket_numel=options.bucket_numel,
                 reducer=options.reducer if options.gradients == "buckets" else "none",
                 param_gather=options.param_gather,
-                cost=options.cost,
             )
         shards: list[ShardPlan] = [*own, *(bucket for buffer in buffers for bucket in buffer.buckets)]
         works = tuple(

@@ -4,7 +4,7 @@ Params of a buffer are cut into buckets in backward order (reverse registration)
 runs and its reduction can start early. What a layout decides is how a bucket is cut into shards:
 
 * `flat`: equal shards, borders anywhere. Nothing is padded but the end of each bucket.
-* `padded`: equal shards, every param whole in one of them; `layout/packing.py` says which.
+* `padded`: equal shards, every param whole in one of them, as Megatron-LM packs them; `layout/packing.py` says which.
 * `compact`: nothing padded. Every param has an owner, a bucket holds its owners' params one owner after the other, and
   shards are as uneven as that makes them.
 * `replicated`: one shard, which every rank holds.
@@ -20,10 +20,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout, Packing
+from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout, LayoutFacts
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferKey, BufferPlan, Placement
-from layerwise.layout.cost import DEFAULT_COST, NewtonSchulz
 from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
 from layerwise.layout.ownership import owners_of
 from layerwise.layout.packing import PackItem, megatron_cost, pack
@@ -108,15 +107,12 @@ def _cut_packed(
     bucket_numel: int,
     world: int,
     routes: Mapping[str, Route],
-    packing: Packing,
-    cost: NewtonSchulz,
 ) -> list[_Cut]:
     items = [
         PackItem(
             fqn=param.fqn,
             numel=param.numel,
-            cost=sum(cost.flops(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices),
-            megatron_cost=sum(megatron_cost(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices),
+            cost=sum(megatron_cost(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices),
             alone=bool(param.tie),
         )
         for param in params
@@ -129,7 +125,7 @@ def _cut_packed(
             ),
             Equal(bucket.shard_numel * world, world),
         )
-        for bucket in pack(items, num_shards=world, bucket_numel=bucket_numel, packing=packing)
+        for bucket in pack(items, num_shards=world, bucket_numel=bucket_numel)
     ]
 
 
@@ -167,7 +163,6 @@ def plan_storage(
     bucket_numel: int | None,
     reducer: Reducer | Literal["none"] = "collective",
     param_gather: ParamGather = "quantized",
-    cost: NewtonSchulz = DEFAULT_COST,
 ) -> tuple[BufferPlan, ...]:
     """Buffers and buckets of all trainable params. `layout` is for all buffers of matrices, or one for each buffer."""
     members = members_of(table, routes)
@@ -194,7 +189,7 @@ def plan_storage(
             case "by owner":
                 cuts[key] = _cut_by_owner(params, size, world, owner_of)
             case "packed":
-                cuts[key] = _cut_packed(params, size, world, routes, key.facts.packing, cost)
+                cuts[key] = _cut_packed(params, size, world, routes)
     recipes = {param.fqn: param.recipe for param in table if param.recipe and param_gather == "quantized"}
     return _number_buckets(cuts, table, reducer, recipes)
 

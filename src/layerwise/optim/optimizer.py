@@ -292,7 +292,7 @@ class Optimizer(torch.optim.Optimizer):
         fitting = derive_together(
             self.engine.groups,
             "state dicts",
-            lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), fixed=tuple(PLANNED)),
+            lambda: fit_state(self, self._my_part(state_dict), self._extra_state(), self.plan, tuple(PLANNED)),
             lambda found: {**{name: found.extra[name] for name in ("step", "loss_scale")}, "begun": found.begun},
         )
         with self.replacing_state(fitting.extra["step"], fitting.extra["loss_scale"], fitting.begun) as follow:

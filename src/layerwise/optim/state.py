@@ -15,6 +15,7 @@ from layerwise.engine.engine import Engine
 from layerwise.engine.loss_scale import LossScaler
 from layerwise.engine.param_groups import live_rule
 from layerwise.errors import StateError, listed, users_function
+from layerwise.layout.plan import Plan
 from layerwise.memory.storage import Storage
 
 KEY = "layerwise"
@@ -73,6 +74,17 @@ def extra_state_of(engine: Engine, scaler: LossScaler | None) -> ExtraState:
         "place": engine.groups.place,
         "rank": engine.groups.rank,
     }
+
+
+def _packing_advice(plan: Plan) -> str:
+    """What to do about a state dict of a rank's part that an earlier version wrote with layout 'padded', which packed in another way;
+    empty for a plan without such buffers."""
+    if all(buffer.key.facts.cut != "packed" for buffer in plan.buffers):
+        return ""
+    return (
+        " Earlier versions packed layout='padded' in another way: if one of them wrote it, load it there and call layerwise.save(), whose "
+        "checkpoints load here."
+    )
 
 
 def is_whole(engine: Engine, kept_at_home: Sequence[str], is_together: bool) -> bool:
@@ -178,7 +190,11 @@ class Fitting(NamedTuple):
 
 
 def fit_state(
-    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object], mine: ExtraState, fixed: Sequence[str]
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, object],
+    mine: ExtraState,
+    plan: Plan,
+    fixed: Sequence[str],
 ) -> Fitting:
     """Check a state dict against the optimizer, whole, before anything is written; `fixed` options cannot change."""
     saved = _Saved.of(state_dict, mine)
@@ -190,7 +206,7 @@ def fit_state(
     if saved.extra["spans"] != mine["spans"]:
         raise ValueError(
             f"state dict belongs to another layout: it was written under plan {saved.extra['plan'][:12]}, this rank has plan "
-            f"{mine['plan'][:12]}. A state dict fits the same rank of the same plan only."
+            f"{mine['plan'][:12]}. A state dict fits the same rank of the same plan only.{_packing_advice(plan)}"
         )
     if saved.extra["place"] != mine["place"]:
         raise ValueError(

@@ -54,7 +54,7 @@ class DataParallel(nn.Module):
         module: the model, or a list of the pipeline chunks that this rank holds; call chunks directly then. Its params
             are re-pointed at flat buffers: move and convert it before wrapping.
         layout: where optimizer state lives: "flat", "padded", "compact", "replicated", or "auto", which chooses for
-            every buffer; `plan.describe()` says what and why. "padded:reference" packs as Megatron-LM does.
+            every buffer; `plan.describe()` says what and why.
         rules: routing rules that come before the defaults (see `RouteRule`): a list, or the path of a file with [[rule]] tables or
             of a routing that `layerwise inspect --record` wrote. A list may hold paths too, a recorded routing last.
         strict: refuse a param of two or more dims that only a fallback rule explains.

@@ -53,7 +53,7 @@ def test_the_schedule_reduces_then_takes_stats_then_exchanges_then_publishes(pla
         f"tie {bucket.tie!r}" for bucket in plan.buckets if bucket.tie
     )
     assert [op.label for op in ops if op.phase == "publish"] == [
-        bucket.label for bucket in reversed(plan.buckets) if not plan.options.layout.startswith("replicated")
+        bucket.label for bucket in reversed(plan.buckets) if plan.options.layout != "replicated"
     ]
     assert phases.count("stats") == 1
     exchanges = [(op.phase, op.label) for op in ops if op.phase in ("exchange", "return")]
@@ -108,7 +108,7 @@ class Recount:
     def shard_numels(self, bucket: BucketPlan) -> list[int]:
         """Elements that each rank of the domain holds, padding included."""
         edges = [bucket.shards.start(rank) for rank in range(bucket.world)]
-        if self.plan.buffers[bucket.buffer].key.layout.startswith("replicated"):
+        if self.plan.buffers[bucket.buffer].key.layout == "replicated":
             assert edges == [0] * bucket.world
             return [bucket.numel] * bucket.world
         return [stop - start for start, stop in itertools.pairwise([*edges, bucket.numel])]
@@ -117,13 +117,13 @@ class Recount:
         world, size = bucket.world, self.plan.grad_dtype.itemsize
         if self.plan.options.reducer != "collective":
             return {"all_to_all": (bucket.numel - self.shard_numels(bucket)[self.ranks[bucket.domain]]) * size}
-        if buffer.key.layout in ("compact", "replicated", "replicated:shared"):
+        if buffer.key.layout in ("compact", "replicated"):
             return {"all_reduce": 2 * (bucket.numel * size * (world - 1) // world)}
         return {"reduce_scatter": (world - 1) * (bucket.numel // world) * size}
 
     def published(self, buffer: BufferPlan, bucket: BucketPlan) -> dict[str, int]:
         world, size, numels = bucket.world, buffer.key.dtype.itemsize, self.shard_numels(bucket)
-        if buffer.key.layout.startswith("replicated") or world == 1:
+        if buffer.key.layout == "replicated" or world == 1:
             return {}
         if buffer.key.layout == "compact":
             successor = (self.ranks[bucket.domain] + 1) % world

@@ -89,7 +89,7 @@ class Setting:
 
     shape: ModelShape
     device: str
-    layout: str = "auto"
+    layout: str = "flat"
     shard_grads: bool = False
     bucket_mib: float | None = None
 

@@ -25,6 +25,7 @@ from tests.worlds import (
     differences,
     gradient,
     hash_of,
+    layout_named,
     reduced_differences,
     rounds_of,
     rules,
@@ -261,7 +262,7 @@ def wrap_stage(
         modules if arrangement.chunks > 1 else modules[0],
         mesh=mesh,
         ties=dict(zip(("the tie",), copies, strict=False)),
-        layout=layout,
+        layout=layout_named(layout),
         bucket_mib=arrangement.bucket_mib,
         grad_dtype=arrangement.grad_dtype,
         **arrangement.options,
@@ -312,7 +313,5 @@ def fitting(arrangement: Arrangement, layouts: Sequence[str]) -> Arrangement:
         for layout in layouts
         if not (layout == "replicated" and (reducer != "collective" or releases))
         and not (layout == "compact" and reducer == "collective" and releases)
-        # Stages choose for themselves, and may choose differently.
-        and not (layout == "auto" and arrangement.tied == "matrix" and arrangement.pp > 1)
     ]
     return replace(arrangement, layouts=tuple(left))

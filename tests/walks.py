@@ -29,7 +29,7 @@ from layerwise.errors import NonFiniteError, PlanMismatchError, StateError
 from layerwise.memory.replicas import ReplicaState
 from tests import seams
 from tests.reference.oracle import Hyper
-from tests.worlds import hash_of, hash_tensors, rules
+from tests.worlds import hash_of, hash_tensors, layout_named, rules
 
 WIDTH, VOCABULARY = 8, 11
 Action = tuple[str, int]
@@ -154,7 +154,7 @@ class Way:
         model = seams.data_parallel(
             parts if self.chunks > 1 else parts[0],
             mesh=mesh,
-            layout=self.layout,
+            layout=layout_named(self.layout),
             reducer=self.reducer,  # type: ignore[arg-type]
             shard_grads=self.shard_grads,
             overlap_grad_reduce=self.grad_overlap,

@@ -127,6 +127,17 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Zoo,
 }
 
+MIXED: dict[str, dict[str, str]] = {
+    "mixed experts": {"matrix": "flat", "expert/matrix": "padded"},
+    "mixed others": {"matrix": "compact", "other": "replicated"},
+}
+"""Layouts of each buffer, by a name that tests give them beside the names of layouts."""
+
+
+def layout_named(name: str) -> str | dict[str, str]:
+    """The argument `layout` for a name of the library or of `MIXED`."""
+    return MIXED.get(name, name)
+
 
 @dataclass
 class Case:
@@ -274,7 +285,7 @@ def wrap(case: Case, module: nn.Module) -> layerwise.DataParallel:
     with cohorts_of(case.cohort_numel):
         return seams.data_parallel(
             module,
-            layout=case.layout,
+            layout=layout_named(case.layout),
             rules=_route_rules(Hyper(**case.hyper), matrices_of(module)),
             bucket_mib=case.bucket_mib,
             grad_dtype=case.grad_dtype,

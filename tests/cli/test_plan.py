@@ -75,7 +75,7 @@ def test_what_the_figures_of_a_choice_count_is_said_beside_those_of_the_table(ca
     (memory,) = (line for line in lines if line.startswith("memory without activations"))
     told = format_nbytes(flat["memory_bytes"]["total"])
     assert told in memory
-    note = lines[next(n for n, line in enumerate(lines) if line.startswith("* auto takes flat")) + 1]
+    note = lines[next(n for n, line in enumerate(lines) if line.startswith("* best for dense/matrix: flat, ")) + 1]
     assert note.startswith("these figures are of the matrices alone: ms waited for the wire and for Newton-Schulz; ")
     waited, busy = (format_ms(flat["sent"]["ms"][name]) for name in ("waited", "total"))
     assert f"flat {told}, waited for {waited} of {busy} on the wire, " in note
@@ -186,7 +186,7 @@ def test_a_hopeless_stack_of_experts_is_hinted_at(capsys: Captured) -> None:
 
 def test_one_rank_has_nothing_to_choose(capsys: Captured) -> None:
     assert main(["plan", "--model", "gpt2", "--world", "1"]) == 0
-    assert "* auto takes flat: there is nothing to choose" in capsys.readouterr().out
+    assert "* all layouts are the same: no matrix is held by more than one rank" in capsys.readouterr().out
 
 
 # -- models that torch cuts ------------------------------------------------------------------------
@@ -536,7 +536,7 @@ WRONG: list[tuple[Sequence[str], Sequence[str]]] = [
             "--bucket-mib: expected a positive number, got -1.",
             "--tflops: expected a positive number, got 0.",
             "--link-gb-s: expected a positive number, got nan.",
-            "--layout: layout 'x' is unknown. Known: auto, compact, flat, padded, ",
+            "--layout: layout 'x' is unknown. Known: compact, flat, padded, replicated.",
         ],
     ),
     (

@@ -42,7 +42,7 @@ def test_a_plain_run_prints_plain_lines_and_leaves_a_report_and_a_config_that_re
     assert done.returncode == 0, done.stderr
     assert done.stderr == "importing torch\nreading 8.2 KiB of text\n"
     lines = done.stdout.splitlines()
-    assert "on 1 rank (cpu), layout flat (auto), plan " in lines[0]
+    assert "on 1 rank (cpu), layout flat, plan " in lines[0]
     assert lines[1].startswith("routing: matrix 4 params")
     assert lines[3].startswith("eval 0/6   0% | validation ")
     steps = [line for line in lines if line.startswith("step ")]

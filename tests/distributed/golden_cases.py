@@ -10,11 +10,11 @@ import torch
 
 import layerwise
 from tests.distributed.goldens import Steps
+from tests.worlds import MIXED
 
 BF16, FP16 = torch.bfloat16, torch.float16
-LAYOUTS = ("flat", "padded", "compact", "replicated", "auto")
-SHARDED = ("flat", "padded", "compact", "auto")
-FEW_LAYOUTS = ("flat", "padded", "compact", "replicated")
+LAYOUTS = ("flat", "padded", "compact", "replicated")
+SHARDED = ("flat", "padded", "compact")
 
 MATRIX_RULES: dict[str, dict[str, Any]] = {
     "normuon": {"matrix": "normuon"},
@@ -47,7 +47,7 @@ def _reducers() -> Iterator[tuple[str, Steps]]:
         for layout in SHARDED if world > 1 else ("flat",):
             base = Steps(world=world, layout=layout, wrapping={"reducer": "ordered"})
             yield f"{layout} ordered", replace(base, grads="gaussian", hyper={"clip": None})
-    for layout in FEW_LAYOUTS:
+    for layout in LAYOUTS:
         yield f"{layout} gaussian", Steps(layout=layout, grads="gaussian", hyper={"clip": None})
     yield "flat ordered bf16 gradients", Steps(world=3, dtype=BF16, grad_dtype=BF16, wrapping={"reducer": "ordered"})
 
@@ -55,7 +55,7 @@ def _reducers() -> Iterator[tuple[str, Steps]]:
 def _memory() -> Iterator[tuple[str, Steps]]:
     for world in (1, 2, 3, 4):
         released: dict[str, Any] = {"shard_grads": True}
-        for layout in ("flat", "padded", "auto"):
+        for layout in ("flat", "padded"):
             yield f"{layout} shard_grads", Steps(world=world, layout=layout, wrapping=released, accumulation=2)
         for layout in ("flat", "compact"):
             more = {**released, "reducer": "ordered"}
@@ -70,7 +70,7 @@ def _memory() -> Iterator[tuple[str, Steps]]:
 
 def _dtypes() -> Iterator[tuple[str, Steps]]:
     for world in (1, 2, 3, 4):
-        for layout in FEW_LAYOUTS if world > 1 else ("flat",):
+        for layout in LAYOUTS if world > 1 else ("flat",):
             yield f"{layout} bf16 gradients", Steps(world=world, layout=layout, grad_dtype=BF16, accumulation=2)
             yield f"{layout} all bf16", Steps(world=world, layout=layout, dtype=BF16, grad_dtype=BF16)
     for layout in ("flat", "padded"):
@@ -80,7 +80,7 @@ def _dtypes() -> Iterator[tuple[str, Steps]]:
 
 def _rules() -> Iterator[tuple[str, Steps]]:
     for name, hyper in MATRIX_RULES.items():
-        for world, layouts in ((1, ("flat",)), (2, ("padded", "compact")), (3, FEW_LAYOUTS), (4, ("flat", "auto"))):
+        for world, layouts in ((1, ("flat",)), (2, ("padded", "compact")), (3, LAYOUTS), (4, ("flat",))):
             for layout in layouts:
                 dtype = BF16 if world == 4 else torch.float32
                 yield f"{layout} {name}", Steps(world=world, layout=layout, hyper=hyper, dtype=dtype, steps=4)
@@ -124,7 +124,7 @@ def _overlap() -> Iterator[tuple[str, Steps]]:
 
 def _heads() -> Iterator[tuple[str, Steps]]:
     for world in (1, 2, 3, 4):
-        for layout in ("flat", "padded", "compact", "replicated", "auto") if world in (2, 3) else ("flat", "padded"):
+        for layout in ("flat", "padded", "compact", "replicated") if world in (2, 3) else ("flat", "padded"):
             base = Steps(world=world, layout=layout, model="heads", steps=5, accumulation=2)
             yield f"{layout} heads", base
             yield f"{layout} heads bf16", replace(base, dtype=BF16, wrapping={"overlap_param_gather": False})
@@ -132,7 +132,7 @@ def _heads() -> Iterator[tuple[str, Steps]]:
 
 def _experts() -> Iterator[tuple[str, Steps]]:
     for world, ep in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4)):
-        for layout in LAYOUTS if world in (2, 4) else FEW_LAYOUTS:
+        for layout in (*LAYOUTS, *MIXED) if world in (2, 4) else LAYOUTS:
             base = Steps(world=world, layout=layout, model="stages", spread={"ep": ep}, missing=world == 3)
             yield f"{layout} experts on {ep}", base
     for layout in ("flat", "padded", "compact"):
@@ -159,7 +159,7 @@ def _stages() -> Iterator[tuple[str, Steps]]:
         "two chunks alone": (1, {"chunks": 2, "tied": "embedding"}),
     }
     for name, (world, spread) in arranged.items():
-        for layout in FEW_LAYOUTS:
+        for layout in LAYOUTS:
             base = Steps(world=world, layout=layout, model="stages", spread=spread, accumulation=2)
             yield f"{layout} {name}", replace(base, dtype=BF16 if layout == "compact" else torch.float32)
     tied = Steps(world=4, model="stages", spread={"pp": 2, "tied": "matrix"}, missing=True)

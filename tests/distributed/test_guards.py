@@ -240,7 +240,7 @@ ARRANGED: dict[int, list[Arrangement]] = {
         arrangement("flat", zero2=True, ep=2, dtype=BF16),
         arrangement("padded", zero2=True, chunks=2, matrix="normuon"),
         arrangement("compact", "ordered", zero2=True, matrix="adamw"),
-        arrangement("auto", pp=2, tied="embedding", zero2=True, dtype=BF16),
+        arrangement("mixed experts", pp=2, tied="embedding", zero2=True, dtype=BF16),
         arrangement("replicated", ep=2, dtype=BF16, matrix="normuon"),
         arrangement("padded", "ordered", pp=2, tied="matrix", chunks=2),
     ],
@@ -249,7 +249,7 @@ ARRANGED: dict[int, list[Arrangement]] = {
         arrangement("padded", "ordered", ep=3, chunks=2),
         arrangement("compact", "ordered", dtype=BF16),
         arrangement("compact", ep=3, matrix="adamw", options=CHECKED),
-        arrangement("auto", "ordered", zero2=True, chunks=2),
+        arrangement("mixed experts", "ordered", zero2=True, chunks=2),
         arrangement("padded", zero2=True, options=CHECKED),
     ],
     4: [
@@ -327,7 +327,7 @@ def test_state_goes_out_and_in_again_bitwise_in_every_layout_and_arrangement(wor
             ("padded", "adamuon"),
             ("compact", "normuon"),
             ("replicated", "muon"),
-            ("auto", "muon"),
+            ("mixed experts", "muon"),
         )
     ]
     found = [text for texts in run_ranks(world, resume, cases) for text in texts]

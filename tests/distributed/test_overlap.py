@@ -47,17 +47,17 @@ WAYS: list[Way] = [
     *ways(2, 1, None, layout="padded", dtype=BF16, ep=2, shuffled=True),
     *ways(2, None, 0, layout="compact", dtype=BF16, chunks=2),
     *ways(2, 3, layout="replicated"),
-    *ways(2, 1, None, layout="auto", ep=2, chunks=2, reducer="ordered", shard_grads=True),
+    *ways(2, 1, None, layout="mixed experts", ep=2, chunks=2, reducer="ordered", shard_grads=True),
     *ways(3, 0, None, layout="flat", dtype=BF16, chunks=2, reducer="ordered"),
     *ways(3, None, layout="padded", checked=True, grad_overlap=False, matrix="normuon"),
     *ways(3, 3, layout="padded", shard_grads=True, shuffled=True),
     *ways(3, 1, layout="compact", reducer="ordered", compared=True),
-    *ways(3, None, layout="auto", ep=3),
+    *ways(3, None, layout="mixed experts", ep=3),
     *ways(3, None, layout="replicated", dtype=BF16),
     *ways(4, 1, None, layout="flat", pp=2, chunks=2, dtype=BF16),
     *ways(4, None, layout="padded", ep=2),
     *ways(4, 3, layout="compact", pp=2, ep=2),
-    *ways(4, 0, layout="auto", ep=2, chunks=2, dtype=BF16),
+    *ways(4, 0, layout="mixed experts", ep=2, chunks=2, dtype=BF16),
     *ways(4, None, layout="replicated", ep=2),
 ]
 PLACES = sorted({(way.world, way.layout) for way in WAYS})
@@ -86,7 +86,9 @@ def take_both(
 
 
 @pytest.mark.broad
-@pytest.mark.parametrize(("world", "layout"), sampled(PLACES, (2, "padded"), (3, "flat"), (3, "compact"), (3, "auto")))
+@pytest.mark.parametrize(
+    ("world", "layout"), sampled(PLACES, (2, "padded"), (3, "flat"), (3, "compact"), (3, "mixed experts"))
+)
 def test_overlapped_gathers_give_the_bits_of_those_that_step_waits_for(world: int, layout: str) -> None:
     mine = [way for way in WAYS if (way.world, way.layout) == (world, layout)]
     everyone = run_ranks(world, take_both, mine)
@@ -108,7 +110,7 @@ def test_overlapped_gathers_give_the_bits_of_those_that_step_waits_for(world: in
 
 def test_every_layout_is_met_with_experts_chunks_stages_reducers_and_every_prefetch() -> None:
     assert len(PLACES) == 3 * 5
-    for layout in ("flat", "padded", "compact", "auto"):
+    for layout in ("flat", "padded", "compact", "mixed experts"):
         mine = [way for way in WAYS if way.layout == layout]
         assert {way.lazy for way in mine} == {way.late for way in mine} == {True, False}
         assert {way.dtype for way in mine} == {torch.float32, BF16}

@@ -24,14 +24,13 @@ from layerwise.comm.leaving import take_back
 from layerwise.engine.exchanger import Cohort
 from layerwise.engine.update import Update
 from layerwise.kernels.stored import stored_of
-from layerwise.layout.choice import sent_by_rank
 from layerwise.planner.memory import Memory, memory_by_rank
 from layerwise.planner.rules import Rules, schedule_for
-from layerwise.planner.timing import numbers_of
+from layerwise.planner.timing import numbers_of, sent_by_rank
 from tests.foreign import with_mx_weights
 from tests.marks import sampled
 from tests.ranks import run_ranks
-from tests.worlds import Zoo, cohorts_of, deliver, gradient
+from tests.worlds import MIXED, Zoo, cohorts_of, deliver, gradient, layout_named
 
 LAYOUTS = ("flat", "padded", "compact", "replicated")
 MATRIX: dict[str, Any] = {
@@ -318,7 +317,7 @@ def build(setup: Setup, module: nn.Module, **more: Any) -> tuple[layerwise.DataP
     with cohorts_of(setup.cohort_numel):
         model = layerwise.DataParallel(
             quantized(setup, module.to(setup.dtype)),
-            layout=setup.layout,
+            layout=layout_named(setup.layout),
             grad_dtype=setup.grad_dtype,
             reducer=setup.reducer,  # type: ignore[arg-type]
             shard_grads=setup.shard_grads,
@@ -409,7 +408,7 @@ def run_experts(rank: int, world: int, shape: tuple[int, int], setups: list[Setu
 
 @pytest.mark.parametrize("shape", [pytest.param((2, 2), marks=pytest.mark.slow), (1, 3)])
 def test_planned_bytes_of_experts_are_those_of_a_run(shape: tuple[int, int]) -> None:
-    setups = [Setup(layout=layout, dtype=torch.bfloat16, matrix="normuon") for layout in ("auto", *LAYOUTS)]
+    setups = [Setup(layout=layout, dtype=torch.bfloat16, matrix="normuon") for layout in (*LAYOUTS, *MIXED)]
     setups += [Setup(reducer="ordered", layout=layout, shard_grads=True) for layout in ("flat", "padded", "compact")]
     found: list[list[str]] = run_ranks(shape[0] * shape[1], run_experts, shape, setups)
     assert [text for texts in found for text in texts] == []

@@ -29,7 +29,7 @@ from tests.reference.oracle import Hyper, Oracle
 from tests.reference.qk_clip import Heads, clip
 from tests.worlds import accumulated, anywhere, deliver, differences, gradient, hash_of, rules
 
-LAYOUTS = ("flat", "padded", "compact", "replicated", "auto")
+LAYOUTS = ("flat", "padded", "compact", "replicated")
 BF16, FP32 = torch.bfloat16, torch.float32
 THRESHOLD = 20.0
 

@@ -110,7 +110,7 @@ def test_with_our_own_products_homes_that_batch_differently_give_the_same_master
         {"layout": "compact", "reducer": "ordered"},
         {"layout": "flat", "shard_grads": True},
         {"layout": "padded", "shard_grads": True, "reducer": "ordered"},
-        {"layout": "auto"},
+        {"layout": {"matrix": "compact", "other": "replicated"}},
     ],
     ids=lambda options: ", ".join(map(str, options.values())),
 )

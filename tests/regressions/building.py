@@ -63,8 +63,8 @@ def every_way_to_build(rank: int, world: int) -> list[str]:
 
 def _forgets(when: Callable[[Any], bool]) -> Any:
     def forgetful(real: Callable[..., None]) -> Callable[..., None]:
-        def init(self: DataParallel, module: Any, *, layout: str = "auto", **more: Any) -> None:
-            real(self, module, layout="auto" if when(module) else layout, **more)
+        def init(self: DataParallel, module: Any, *, layout: str = "flat", **more: Any) -> None:
+            real(self, module, layout="flat" if when(module) else layout, **more)
 
         return init
 

@@ -305,7 +305,7 @@ def make_small(rng: random.Random, folder: Path) -> tuple[TrainConfig, int]:
         "model.top_k": ("1", "2"),
         "model.expert_hidden": ("none", "8"),
         "model.router_penalty": ("0", "0.01"),
-        "parallel.layout": ("auto", "flat", "padded", "compact", "replicated"),
+        "parallel.layout": ("flat", "padded", "compact", "replicated"),
         "parallel.reducer": ("collective", "ordered"),
         "parallel.schedule": ("1f1b", "gpipe"),
         "parallel.bucket_mib": ("none", "0.01"),
@@ -333,7 +333,7 @@ def make_small(rng: random.Random, folder: Path) -> tuple[TrainConfig, int]:
 
 
 _OF_TORCH = {
-    "parallel.layout": "auto",
+    "parallel.layout": "flat",
     "parallel.reducer": "collective",
     "parallel.bucket_mib": "none",
     "parallel.overlap_grad_reduce": "true",

@@ -148,7 +148,7 @@ def random_table(rng: Random, world: int) -> ParamTable:
     return named(specs, rng)
 
 
-_LAYOUTS = (*["flat"] * 8, *["padded"] * 5, *["compact"] * 4, "replicated", "auto", "auto")
+_LAYOUTS = (*["flat"] * 8, *["padded"] * 5, *["compact"] * 4, "replicated", "mixed", "mixed")
 
 
 def planned(seed: int, *, reordered: bool = False) -> Plan:
@@ -157,7 +157,10 @@ def planned(seed: int, *, reordered: bool = False) -> Plan:
     rng = Random(seed)
     world = random_world(rng)
     table = random_table(rng, world)
-    layout = rng.choice(_LAYOUTS)
+    layout: str | dict[str, str] = rng.choice(_LAYOUTS)
+    if layout == "mixed":
+        keys = ("matrix", "other", *(["expert/matrix"] if any(param.domain == "expert" for param in table) else []))
+        layout = {key: rng.choice(("flat", "padded", "compact")) for key in keys}
     if world > 1000 and layout not in ("flat", "compact") and rng.random() < 0.85:
         layout = "compact"  # to pack for so many takes its time
     reducer = rng.choice(REDUCERS) if layout != "replicated" else "collective"

@@ -36,7 +36,7 @@ FULL, QUICK, PER_RUN = 2000, 12, 25
 CAP_S = 120.0
 """What one case may take before its rank is ended."""
 
-LAYOUTS = ("flat", "padded", "compact", "replicated", "auto")
+LAYOUTS = ("flat", "padded", "compact", "replicated")
 NAMES = (
     *("backward", "backward", "backward", "forward", "accumulate", "other modules", "idle and step", "idle block"),
     *("step", "step", "step", "step", "step twice", "overflow and step", "zero grad", "zero grad", "scheduler"),
@@ -62,7 +62,7 @@ def way_of(seed: int) -> Way:
     layout = random.choice(LAYOUTS)
     reducer = "collective" if layout == "replicated" else random.choice(("collective", "ordered"))
     # What cannot be combined is refused, and no case here.
-    can_release = layout != "replicated" and not (layout in ("compact", "auto") and reducer == "collective")
+    can_release = layout != "replicated" and not (layout == "compact" and reducer == "collective")
     releases = can_release and random.random() < 0.3
     chunks = random.choice((1, 1, 2))
     return Way(

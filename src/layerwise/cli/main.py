@@ -125,8 +125,8 @@ class PlanCommand:
     tp: Annotated[int, tyro.conf.arg(metavar="T")] = 1
     """Ranks over which torch's parallelize_module() cuts linear layers, by their usual names."""
     layout: Annotated[str, tyro.conf.arg(metavar="LAYOUT")] = "all"
-    """flat, padded, compact, replicated or auto; several with commas between them. all: the first four side by side, and
-    which of them auto takes."""
+    """flat, padded, compact or replicated; several with commas between them. all: the four side by side, and which of
+    them is best."""
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of all params. None: the model's own, bf16 for presets."""
     quantize: Literal["mxfp8", "blockwise"] | None = None

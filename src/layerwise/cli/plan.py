@@ -22,8 +22,6 @@ from layerwise.config.rules import RULES_BY_KIND
 from layerwise.config.schema import TrainConfig
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem, did_you_mean
-from layerwise.layout.buckets import BufferKey
-from layerwise.layout.choice import Choice
 from layerwise.layout.options import Options, bucket_numel_of
 from layerwise.layout.placing import MeshSizes, is_stack
 from layerwise.layout.quantizing import is_product, quantized_table
@@ -228,8 +226,7 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
         "sent_by_torch": None if setting.sizes is None else _torch_traffic(comparison, setting.sizes).to_json(),
         "layouts": [column.to_json() for column in comparison.columns],
         "reasons": [
-            {"buffer": _label(choice), "layout": choice.layout, "reason": choice.reason}
-            for choice in comparison.choices
+            {"buffer": choice.buffer, "layout": choice.layout, "reason": choice.reason} for choice in comparison.choices
         ],
         "left_out": dict(comparison.left_out),
         "hint": comparison.hint,
@@ -238,11 +235,6 @@ def as_json(request: PlanRequest, comparison: Comparison) -> dict[str, object]:
 
 def _torch_traffic(comparison: Comparison, sizes: MeshSizes) -> TorchTraffic:
     return torch_traffic(comparison.table, sizes, comparison.setting.options.grad_dtype)
-
-
-def _label(choice: Choice) -> str:
-    """The buffer that was chosen for, as plans call it."""
-    return BufferKey(*choice.buffer, layout=choice.layout).label.removesuffix(f"/{choice.layout}")
 
 
 def _print(request: PlanRequest, comparison: Comparison) -> None:
@@ -336,13 +328,15 @@ def format_ms(ms: float) -> str:
 
 def _notes(comparison: Comparison) -> Iterator[str]:
     """What the figures mean and what follows from them, a line each."""
-    scored = [choice for choice in comparison.choices if choice.scores]
-    for choice in scored:
-        yield f"* auto takes {choice.layout} for {_label(choice)}, {choice.reason}"
-    if scored:
+    choices = comparison.choices
+    for choice in choices:
+        yield f"* best for {choice.buffer}: {choice.layout}, {choice.reason}"
+    if len({choice.layout for choice in choices}) > 1:
+        yield f"* to have both: layout={ {choice.buffer: choice.layout for choice in choices} }"
+    if choices:
         yield _beside_the_table(comparison)
-    if comparison.choices and not scored:
-        yield "* auto takes flat: there is nothing to choose, no matrix is held by more than one rank"
+    elif any(column.is_chosen for column in comparison.columns):
+        yield "* all layouts are the same: no matrix is held by more than one rank"
     for layout, why in comparison.left_out.items():
         yield f"without {layout}: {why}"
     codes = codes_of(comparison.table)

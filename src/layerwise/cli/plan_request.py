@@ -10,9 +10,8 @@ from layerwise.config.rules import TpMode
 from layerwise.dtypes import DType
 from layerwise.errors import ConfigError, Problem
 from layerwise.layout.cost import DEFAULT_HARDWARE, Hardware
-from layerwise.layout.options import resolve_layout
 from layerwise.layout.placing import MeshSizes
-from layerwise.layout.storage import Reducer
+from layerwise.layout.storage import Reducer, resolve_layout
 
 _MOST_RANKS = 1_000_000
 _ALL = "all"

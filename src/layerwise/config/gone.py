@@ -30,6 +30,7 @@ GONE_VALUES: Mapping[tuple[str, str], str] = {
         "write reducer='ordered'; with a grad_dtype of bf16 beside it the wire carries bf16 and the sum stays in fp32"
     ),
     ("clip", "none"): "leave clip_grad_norm= of the Optimizer out, and nothing is clipped",
+    ("layout", "auto"): "leave it out, since 'flat' is the default; layerwise plan says which layout is best",
     ("layout", "padded:reference"): "write layout='padded', which packs so now",
     ("layout", "padded:reference-numel"): "write layout='padded', which packs as Megatron-LM's main does",
     (

@@ -40,8 +40,3 @@ FACTS_BY_LAYOUT: dict[Layout, LayoutFacts] = {
 """The storage plans that the engine executes."""
 
 LAYOUTS: tuple[Layout, ...] = tuple(FACTS_BY_LAYOUT)
-
-
-def facts_of(layout: str) -> LayoutFacts | None:
-    """The facts of a layout by its name; None for what is no layout, as "auto"."""
-    return next((facts for name, facts in FACTS_BY_LAYOUT.items() if name == layout), None)

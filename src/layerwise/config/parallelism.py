@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from layerwise.config.layouts import facts_of
+from layerwise.config.layouts import FACTS_BY_LAYOUT
 from layerwise.config.resolve import mlp_width
 from layerwise.config.schema import ModelConfig, ParallelConfig, TrainConfig, is_sharded
 from layerwise.errors import Problem
@@ -71,15 +71,15 @@ def _pipeline_problems(config: TrainConfig) -> Iterator[Problem]:
 def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
     """Ways of summing and keeping gradients that do not go together; the plan refuses them too, but only once there is
     one."""
-    facts = facts_of(parallel.layout)
-    is_copied = facts is not None and facts.publishes == "none"
+    facts = FACTS_BY_LAYOUT[parallel.layout]
+    is_copied = facts.publishes == "none"
     if parallel.reducer != "collective" and is_copied:
         yield Problem(
             "parallel.reducer",
             f"expected collective with layout replicated, got {parallel.reducer}: an ordered sum arrives at one rank, and "
             "there every rank needs it. Use layout flat.",
         )
-    is_all_reduced = facts is not None and facts.reduces == "all_reduce" and parallel.reducer == "collective"
+    is_all_reduced = facts.reduces == "all_reduce" and parallel.reducer == "collective"
     if parallel.shard_grads and (is_all_reduced or is_copied):
         yield Problem(
             "parallel.shard_grads",
@@ -89,7 +89,7 @@ def _gradient_problems(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 _OURS: dict[str, tuple[object, str]] = {
-    "layout": ("auto", "{} stores params in a way of its own"),
+    "layout": ("flat", "{} stores params in a way of its own"),
     "reducer": ("collective", "{} sums gradients itself"),
     "shard_grads": (False, "{} decides itself what it keeps of gradients"),
     "bucket_mib": (None, "{} has buckets of its own"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from layerwise.config.layouts import Layout
 from layerwise.config.rules import NsDtype, Scale, TpMode, WeightDecayMode
 
 BYTE_VALUES = 256
@@ -191,8 +192,8 @@ class ScheduleConfig:
 class ParallelConfig:
     """Which ranks do what, and how parameters and gradients are stored and travel."""
 
-    layout: Literal["auto", "flat", "padded", "compact", "replicated"] = "auto"
-    """flat: equal byte shards. padded, compact: whole matrices. replicated: everything everywhere. auto: by cost."""
+    layout: Layout = "flat"
+    """flat: equal byte shards. padded, compact: whole matrices. replicated: everything everywhere."""
 
     pp: int = 1
     """Pipeline ranks: the blocks are cut into this many stages (times chunks). Microbatches are train.accumulation."""

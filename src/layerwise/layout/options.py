@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from layerwise.config.gone import gone_value
-from layerwise.config.layouts import LAYOUTS, Layout
 from layerwise.config.rules import TP_MODES, TpMode
 from layerwise.dtypes import DType
 from layerwise.errors import did_you_mean
 from layerwise.layout.cost import DEFAULT_COST, DEFAULT_HARDWARE, Hardware, NewtonSchulz
-from layerwise.layout.storage import PARAM_GATHERS, REDUCERS, ParamGather, Reducer
+from layerwise.layout.storage import PARAM_GATHERS, REDUCERS, ParamGather, Reducer, resolve_layout
 from layerwise.layout.work import DEFAULT_COHORT_NUMEL
 from layerwise.routing.evidence import Evidence
 from layerwise.routing.rules import RouteRule
@@ -36,8 +35,8 @@ class Options:
     When collectives are issued, and what is compared while they are, is in no plan: the engine's `Settings` have that.
     """
 
-    layout: str = "auto"
-    """One of `LAYOUTS`, or "auto", which chooses for every buffer of matrices."""
+    layout: str | Mapping[str, str] = "flat"
+    """One of `LAYOUTS` for all matrices, or a mapping from "matrix", "other" or "<domain>/matrix" to one of them."""
     rules: Sequence[RouteRule] | None = None
     """Routing rules that come before the defaults."""
     rules_elsewhere: frozenset[str] = frozenset()
@@ -70,7 +69,10 @@ class Options:
     """What layouts are compared by."""
 
     def __post_init__(self) -> None:
-        resolve_layout(self.layout)
+        if isinstance(self.layout, Mapping):  # checked where the buffers are known
+            object.__setattr__(self, "layout", dict(self.layout))
+        else:
+            resolve_layout(self.layout)
         if isinstance(self.rules, list):  # nobody appends to it any more
             object.__setattr__(self, "rules", tuple(self.rules))
         for name in ("strict", "shard_grads"):
@@ -91,19 +93,6 @@ class Options:
     def reduces(self) -> bool:
         """Whether gradients are ours to reduce."""
         return self.memory == "buffers" and self.gradients == "buckets"
-
-
-def resolve_layout(layout: object) -> Layout | Literal["auto"]:
-    """The name of a layout, or an error that says which there are."""
-    names = ("auto", *LAYOUTS)
-    if not isinstance(layout, str):
-        raise TypeError(f"layout must be one of {', '.join(names)}, got {layout!r}.")
-    if layout == "auto":
-        return "auto"
-    for known in LAYOUTS:
-        if layout == known:
-            return known
-    raise ValueError(f"layout {layout!r} is unknown." + (gone_value("layout", layout) or did_you_mean(layout, names)))
 
 
 def bucket_numel_of(bucket_mib: float | None, grad_dtype: DType) -> int | None:

@@ -30,7 +30,7 @@ class PackItem:
     fqn: str
     numel: int
     cost: int
-    """The sum of `megatron_cost` over its matrices."""
+    """The sum of `megatron_cost` over its matrices; of a param without matrices its elements, as Megatron-LM has it."""
     alone: bool = False
     """Tied across pipeline stages: in a bucket of its own and in shard 0, so that it lies in the same place on all of
     them."""

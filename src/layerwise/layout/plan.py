@@ -9,19 +9,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 
-from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout
 from layerwise.dtypes import DType
 from layerwise.layout.blocks import count_blocks, in_blocks
 from layerwise.layout.boxes import shards_of_params
-from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferPlan
-from layerwise.layout.choice import CANDIDATES, Choice, Draft, choose_layouts, spread
+from layerwise.layout.buckets import BucketPlan, BufferPlan
 from layerwise.layout.combinations import refuse_combinations
 from layerwise.layout.meshes import Placed
-from layerwise.layout.options import DEFAULT_OPTIONS, Options, resolve_layout
+from layerwise.layout.options import DEFAULT_OPTIONS, Options
 from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
 from layerwise.layout.shards import OwnShards, ShardPlan
-from layerwise.layout.storage import plan_storage
+from layerwise.layout.storage import layouts_by_group, members_of, plan_storage
 from layerwise.layout.work import WorkPlan, imbalance_of, plan_work
 from layerwise.routing.evidence import route_by
 from layerwise.routing.rules import Route
@@ -42,8 +40,6 @@ class Plan:
     """All ranks, those of other pipeline stages included."""
     options: Options
     """What was asked for; every buffer's key has the layout that it got."""
-    choices: tuple[Choice, ...]
-    """Why each buffer got its layout, where that was left to the cost model."""
     stages_by_tie: Mapping[str, int]
     """How many pipeline stages hold a copy of each tied weight."""
     buffers: tuple[BufferPlan, ...]
@@ -109,13 +105,14 @@ class Plan:
 
     @property
     def layout_label(self) -> str:
-        """The layout in a word or two: what matrices got, where that was left to the cost model."""
+        """The layout in a word or two; of a mapping the layouts of matrices."""
         if self.options.memory == "params":
             return "as params are"
-        if self.options.layout != "auto":
+        if isinstance(self.options.layout, str):
             return self.options.layout
-        found = sorted({buffer.key.layout for buffer in self.buffers if buffer.key.family == "matrix"} or {"flat"})
-        return f"{' + '.join(found)} (auto)"
+        return " + ".join(
+            sorted({buffer.key.layout for buffer in self.buffers if buffer.key.family == "matrix"} or {"flat"})
+        )
 
     def leases_grads(self, buffer: BufferPlan) -> bool:
         """Whether full gradients of a buffer live only until they are reduced."""
@@ -217,11 +214,6 @@ class Plan:
             f"plan {self.digest[:12]}: {len(self.table)} params over {self.world} rank{'s' if self.world != 1 else ''}, layout {self.layout_label}, "
             f"padding {100 * self.padding_ratio:.3f} %"
         ]
-        lines.extend(
-            f"  chose {choice.layout} for {'/'.join(map(str, choice.buffer))}: {choice.reason}"
-            for choice in self.choices
-            if choice.scores
-        )
         for buffer in self.buffers:
             sizes = sorted(bucket.numel for bucket in buffer.buckets)
             lines.append(
@@ -267,16 +259,8 @@ def make_plan(
     >>> make_plan(table_of([("a.weight", (64, 64)), ("b.weight", (64, 64))]), world=2).works[0].imbalance
     1.0
     """
-    return compare_plans(
-        table,
-        (options.layout,),
-        options,
-        world=world,
-        worlds=worlds,
-        ranks=ranks,
-        stages_by_tie=stages_by_tie,
-        placed=placed,
-    )[options.layout]
+    (plan,) = _plans(table, [options], world, worlds, ranks, stages_by_tie, placed)
+    return plan
 
 
 def compare_plans(
@@ -290,24 +274,34 @@ def compare_plans(
     stages_by_tie: Mapping[str, int] | None = None,
     placed: Mapping[str, Placed] | None = None,
 ) -> dict[str, Plan]:
-    """The plans of several layouts in place of the one in `options`, for little more than the dearest costs: what they
-    share is done once."""
-    resolved = [resolve_layout(layout) for layout in layouts]
+    """The plans of several layouts in place of the one in `options`. Params are routed once."""
+    asked = [replace(options, layout=layout) for layout in layouts]
+    return dict(zip(layouts, _plans(table, asked, world, worlds, ranks, stages_by_tie, placed), strict=True))
+
+
+def _plans(
+    table: ParamTable,
+    asked: Sequence[Options],
+    world: int,
+    worlds: Mapping[str, int] | None,
+    ranks: int | None,
+    stages_by_tie: Mapping[str, int] | None,
+    placed: Mapping[str, Placed] | None,
+) -> list[Plan]:
+    """Plans of one table under options that differ in the layout alone."""
+    options = asked[0]
     world_by_domain = _worlds(table, world, worlds or {})
     routes = route_by(
         table, options.rules, strict=options.strict, evidence=options.evidence, elsewhere=options.rules_elsewhere
     )
     routes = in_blocks(table, routes, placed or {}, options.tp_mode)
-    drafts: dict[Layout, Draft] = {}
-
-    def draft(layout: Layout | Mapping[BufferGroup, Layout]) -> Draft:
-        if options.memory == "params":
-            layout = "flat"  # params lie as they lie, whatever is asked for
-        if isinstance(layout, str) and layout in drafts:
-            return drafts[layout]
+    # Other pipeline stages may have domains without params here.
+    domains = {*world_by_domain, *((worlds or {}) if ranks not in (None, world) else {})}
+    plans = []
+    for options in asked:
         buffers: tuple[BufferPlan, ...] = ()
         own: tuple[OwnShards, ...] = ()
-        if options.memory == "params":
+        if options.memory == "params":  # params lie as they lie, whatever layout is asked for
             own = shards_of_params(
                 table, routes, world_by_domain, placed or {}, cost=options.cost, hardware=options.hardware
             )
@@ -316,7 +310,7 @@ def compare_plans(
                 table,
                 routes,
                 world_by_domain=world_by_domain,
-                layout=layout,
+                layout=layouts_by_group(options.layout, members_of(table, routes), domains),
                 bucket_numel=options.bucket_numel,
                 reducer=options.reducer if options.gradients == "buckets" else "none",
                 param_gather=options.param_gather,
@@ -336,43 +330,20 @@ def compare_plans(
                 )
             ).items
         )
-        made = Draft(buffers, works, own)
-        if isinstance(layout, str):
-            drafts[layout] = made
-        return made
-
-    plans: dict[str, Plan] = {}
-    for layout in resolved:
-        choices: tuple[Choice, ...] = ()
-        if layout == "auto":
-            # What all-reduces gradients has none to release early.
-            fitting = [
-                name
-                for name in CANDIDATES
-                if not (options.shard_grads and FACTS_BY_LAYOUT[name].reduces == "all_reduce")
-            ]
-            choices = choose_layouts(
-                {name: draft(name) for name in fitting}, world_by_domain, options.grad_dtype, options.hardware
-            )
-            chosen = {choice.buffer: choice.layout for choice in choices}
-            same = {found for group, found in chosen.items() if group.family == "matrix"} or {"flat"}
-            made = draft(next(iter(same)) if len(same) == 1 else chosen)
-        else:
-            made = draft(layout)
-        plans[layout] = plan = Plan(
+        plan = Plan(
             table=table,
             routes=routes,
             world=world,
             world_by_domain=world_by_domain,
             ranks=world if ranks is None else ranks,
-            options=replace(options, layout=layout),
-            choices=choices,
+            options=options,
             stages_by_tie={**dict.fromkeys((param.tie for param in table if param.tie), 2), **(stages_by_tie or {})},
-            buffers=made.buffers,
-            works=made.works,
-            own=made.own,
+            buffers=buffers,
+            works=works,
+            own=own,
         )
         refuse_combinations(plan.options, plan.buffers, world_by_domain, plan.stages_by_tie)
+        plans.append(plan)
     return plans
 
 

@@ -20,7 +20,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from layerwise.config.layouts import FACTS_BY_LAYOUT, Layout, LayoutFacts
+from layerwise.config.gone import gone_value
+from layerwise.config.layouts import FACTS_BY_LAYOUT, LAYOUTS, Layout, LayoutFacts
+from layerwise.errors import did_you_mean
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferKey, BufferPlan, Placement
 from layerwise.layout.intervals import Copied, Equal, Intervals, Uneven
@@ -112,7 +114,7 @@ def _cut_packed(
         PackItem(
             fqn=param.fqn,
             numel=param.numel,
-            cost=sum(megatron_cost(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices),
+            cost=sum(megatron_cost(matrix.rows, matrix.cols) for matrix in routes[param.fqn].matrices) or param.numel,
             alone=bool(param.tie),
         )
         for param in params
@@ -166,7 +168,7 @@ def plan_storage(
 ) -> tuple[BufferPlan, ...]:
     """Buffers and buckets of all trainable params. `layout` is for all buffers of matrices, or one for each buffer."""
     members = members_of(table, routes)
-    layouts = _for_all(members, layout) if isinstance(layout, str) else layout
+    layouts = layouts_by_group(layout, members, ()) if isinstance(layout, str) else layout
     keyed = {BufferKey(*group, layout=layouts[group]): params for group, params in members.items()}
     owner_of: dict[str, int] = {}
     for domain, world in world_by_domain.items():
@@ -194,10 +196,40 @@ def plan_storage(
     return _number_buckets(cuts, table, reducer, recipes)
 
 
-def _for_all(groups: Iterable[BufferGroup], layout: Layout) -> dict[BufferGroup, Layout]:
-    """One layout for all matrices. What no matrix rule manages is stored in byte-level shards beside any of them."""
-    beside = FACTS_BY_LAYOUT[layout].beside
-    return {group: layout if group.family == "matrix" else beside for group in groups}
+def resolve_layout(layout: object) -> Layout:
+    """The name of a layout, or an error that says which there are."""
+    if not isinstance(layout, str):
+        raise TypeError(
+            f"layout must be one of {', '.join(LAYOUTS)}, or a mapping from buffers to these, got {layout!r}."
+        )
+    for known in LAYOUTS:
+        if layout == known:
+            return known
+    raise ValueError(f"layout {layout!r} is unknown." + (gone_value("layout", layout) or did_you_mean(layout, LAYOUTS)))
+
+
+def layouts_by_group(
+    layout: str | Mapping[str, str], groups: Iterable[BufferGroup], domains: Iterable[str]
+) -> dict[BufferGroup, Layout]:
+    """The layout of every buffer. A name is that of all matrices, and other params get the layout that belongs beside it. In a
+    mapping "<domain>/matrix" comes before "matrix"; a buffer that it does not name is flat."""
+    if isinstance(layout, str):
+        name = resolve_layout(layout)
+        return {group: name if group.family == "matrix" else FACTS_BY_LAYOUT[name].beside for group in groups}
+    buffers = ("matrix", "other", *(f"{domain}/matrix" for domain in sorted(domains)))
+    found: dict[str, Layout] = {}
+    problems = []
+    for key, value in layout.items():
+        if key not in buffers:
+            problems.append(f"{key!r} is no buffer, expected one of {', '.join(buffers)}.")
+        try:
+            found[key] = resolve_layout(value)
+        except (TypeError, ValueError) as error:
+            problems.append(f"{key!r}: {error}")
+    if problems:
+        raise ValueError(f"layout={dict(layout)}: {' '.join(problems)}")
+    usual: Layout = "flat"
+    return {group: found.get(f"{group.domain}/{group.family}", found.get(group.family, usual)) for group in groups}
 
 
 def _number_buckets(

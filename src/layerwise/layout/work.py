@@ -90,6 +90,12 @@ def loads_of(homes: Iterable[tuple[Matrix, Ranks | None]], world: int, cost: New
     return [load + everywhere for load in loads]
 
 
+def spread(by_rank: Sequence[int], world: int) -> list[int]:
+    """What ranks of a domain have, for every rank of the dense one: neighbours hold different parts of the model."""
+    times = world // len(by_rank)
+    return list(by_rank) if times == 1 else [value for value in by_rank for _ in range(times)]
+
+
 _LOOKED_AT = 4
 """Of ranks that hold equally much of a matrix, how many are thought of as its home."""
 

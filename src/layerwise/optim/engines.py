@@ -8,6 +8,7 @@ it is altogether, and so does a module in a single process.
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,7 +56,7 @@ class Asked:
     """The rule of matrices."""
     strict: bool = False
     gradients: Reduced | None = None
-    layout: str | None = None
+    layout: str | Mapping[str, str] | None = None
     process_group: ProcessGroup | None = None
 
 
@@ -191,7 +192,7 @@ def _agreed(groups: Groups, module: nn.Module, asked: Asked, memory: Memory) -> 
         rules, evidence = rules_and_evidence(asked.rules)
         return Settings(
             options=Options(
-                layout="auto" if asked.layout is None else asked.layout,
+                layout="flat" if asked.layout is None else asked.layout,
                 rules=rules,
                 tp_mode=tp_mode_of(asked.matrix),
                 cost=cost_of(asked.matrix),

@@ -80,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
         strict: bool = False,
         process_group: ProcessGroup | None = None,
         gradients: Reduced | None = None,
-        layout: str | None = None,
+        layout: str | Mapping[str, str] | None = None,
         check_replicas: bool = False,
         clip_grad_norm: float | None = None,
         gradient_policy: GradientPolicy | None = None,

@@ -53,8 +53,8 @@ class DataParallel(nn.Module):
     Args:
         module: the model, or a list of the pipeline chunks that this rank holds; call chunks directly then. Its params
             are re-pointed at flat buffers: move and convert it before wrapping.
-        layout: where optimizer state lives: "flat", "padded", "compact", "replicated", or "auto", which chooses for
-            every buffer; `plan.describe()` says what and why.
+        layout: where optimizer state of matrices lives: "flat", "padded", "compact" or "replicated"; or a mapping from buffers
+            ("matrix", "other", "<domain>/matrix") to these names, in which a buffer without an entry is "flat".
         rules: routing rules that come before the defaults (see `RouteRule`): a list, or the path of a file with [[rule]] tables or
             of a routing that `layerwise inspect --record` wrote. A list may hold paths too, a recorded routing last.
         strict: refuse a param of two or more dims that only a fallback rule explains.
@@ -87,7 +87,7 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module | Sequence[nn.Module],
         *,
-        layout: str = "auto",
+        layout: str | Mapping[str, str] = "flat",
         rules: RulesArgument = None,
         strict: bool = False,
         mesh: Mesh | None = None,

@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeAlias
 from layerwise.config.rules import Muon
 from layerwise.dtypes import DType
 from layerwise.layout.buckets import BucketPlan, BufferPlan
-from layerwise.layout.choice import spread
 from layerwise.layout.cost import newton_schulz_workspace
 from layerwise.layout.exchange import received_numel
 from layerwise.layout.plan import Plan
@@ -23,7 +22,7 @@ from layerwise.layout.quantizing import kept_nbytes
 from layerwise.layout.schedule import CommSchedule, Phase
 from layerwise.layout.slots import passage_nbytes, place_slots
 from layerwise.layout.storage import GRAD_SLOTS, STAGING_SLOTS
-from layerwise.layout.work import WorkPlan
+from layerwise.layout.work import WorkPlan, spread
 from layerwise.planner.rules import Rules, wire_dtypes_for
 
 _FP32 = DType.FP32.itemsize
@@ -78,7 +77,7 @@ class Memory:
 def memory_by_rank(plan: Plan, schedule: CommSchedule, rules: Rules) -> list[Memory]:
     """What each rank of the dense domain holds, at its most, in a step of an optimizer with these rules.
 
-    Ranks of a smaller domain are taken to be arranged as `layout.choice.sent_by_rank` says.
+    Ranks of a smaller domain are taken to be arranged as `planner.timing.sent_by_rank` says.
     """
     return [_memory(held) for held in _held_by_rank(plan, schedule, rules)]
 

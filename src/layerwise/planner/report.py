@@ -1,6 +1,6 @@
-"""Layouts of one model side by side: every figure of each, and which one `auto` takes.
+"""Layouts of one model side by side: every figure of each, and which one is best.
 
-Nothing is decided here. `layout/plan.py` makes the plans, `layout/choice.py` chooses, and `column_of` reads a plan, be it
+Nothing is decided here. `layout/plan.py` makes the plans, `planner/choice.py` says which is best, and `column_of` reads a plan, be it
 one of several made for a table or that of a model that trains.
 """
 
@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from layerwise.config.layouts import facts_of
+from layerwise.config.layouts import FACTS_BY_LAYOUT
 from layerwise.dtypes import DType
-from layerwise.layout.choice import Choice
 from layerwise.layout.options import DEFAULT_OPTIONS, Options
 from layerwise.layout.placing import MeshSizes, placements_for
-from layerwise.layout.plan import Plan, compare_plans
+from layerwise.layout.plan import Plan, compare_plans, make_plan
+from layerwise.planner.choice import Choice, best_layouts
 from layerwise.planner.memory import Memory, lagging_nbytes, worst_memory
 from layerwise.planner.rules import Rules, schedule_for
 from layerwise.planner.sharded import sharding_hint
@@ -34,9 +34,9 @@ class Column:
     """One layout of a model, in figures of the rank for which it is worst."""
 
     layout: str
-    """What was asked for; where that was `auto`, what it came to."""
+    """Its name; of a mixture the layouts of matrices."""
     is_chosen: bool
-    """`auto` takes it."""
+    """It is the best of those that are compared."""
     memory: Memory
     """Of the rank that holds most."""
     at_most_nbytes: int
@@ -105,6 +105,11 @@ class Setting:
             options, placed = replace(options, memory="params"), placements_for(table, self.sizes)
         return compare_plans(table, layouts, options, world=self.world, worlds=self.worlds, placed=placed)
 
+    def mixture(self, table: ParamTable, layouts: Mapping[str, str]) -> Plan:
+        """The plan in which each buffer has a layout of its own."""
+        options = replace(self.options, cost=self.rules.cost, layout=layouts)
+        return make_plan(table, options, world=self.world, worlds=self.worlds)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -114,7 +119,7 @@ class Comparison:
     setting: Setting
     columns: tuple[Column, ...]
     choices: tuple[Choice, ...]
-    """Why `auto` takes what it takes, buffer by buffer; empty where it was not asked."""
+    """Which layout is best for the matrices of each domain, and why; empty where there is nothing to choose."""
     left_out: Mapping[str, str]
     """Layouts that cannot be combined with the setting, and why."""
     matrices: int
@@ -127,38 +132,40 @@ class Comparison:
 def compare(table: ParamTable, setting: Setting, layouts: Sequence[str] | None = None) -> Comparison:
     """A column for each layout, `None` for the usual ones that the setting allows.
 
-    Of several, the one that `auto` takes is marked; where that is a mixture, or none of them, it gets a column of its own.
+    Of several, the best is marked; where another one is best for each domain, their mixture is, in a column of its own.
     """
     left_out: dict[str, str] = {}
     if setting.sizes is not None:
-        layouts = ["auto"]  # there is nothing to choose: params lie as they were cut
+        layouts = ["flat"]  # there is nothing to choose: params lie as they were cut
     if layouts is None:
         refusals = {layout: _refusal(table, setting, layout) for layout in SIDE_BY_SIDE}
         left_out = {layout: why for layout, why in refusals.items() if why is not None}
         layouts = [layout for layout in SIDE_BY_SIDE if layout not in left_out]
         if not layouts:
             raise ValueError(f"no layout can be combined with these settings. {next(iter(left_out.values()))}")
-    asks_auto = len(layouts) > 1 or "auto" in layouts
-    plans = setting.plans(table, [*layouts, *(["auto"] if asks_auto and "auto" not in layouts else [])])
+    plans = setting.plans(table, layouts)
     first = next(iter(plans.values()))
-    auto = plans.pop("auto", None)
+    choices = best_layouts(plans)
     shown = list(plans.values())
-    # Without matrices several layouts are the same: then the first of them is meant.
-    chosen = next((plan for plan in shown if auto is not None and plan.buffers == auto.buffers), auto)
-    if chosen is not None and chosen is auto:
-        shown.append(chosen)
-    columns = tuple(column_of(plan, rules=setting.rules, is_chosen=plan is chosen) for plan in shown)
+    best = {choice.layout for choice in choices}
+    marked: Plan | None = None
+    if len(best) > 1:
+        marked = setting.mixture(table, {choice.buffer: choice.layout for choice in choices})
+        shown.append(marked)
+    elif best:
+        marked = plans[best.pop()]
+    elif len(shown) > 1 and all(work.world == 1 for work in first.works):  # layouts differ in nothing
+        marked = first
+    columns = tuple(column_of(plan, rules=setting.rules, is_chosen=plan is marked) for plan in shown)
     return Comparison(
         table=table,
         setting=setting,
         columns=columns,
-        choices=auto.choices if auto is not None else (),
+        choices=choices,
         left_out=left_out,
         matrices=sum(len(work.items) for work in first.works),
         doubt=suspicion(first.routes, table),
-        hint=_expert_hint(first, [column.layout for column in columns])
-        if setting.sizes is None
-        else sharding_hint(table, setting.sizes),
+        hint=_expert_hint(first, list(plans)) if setting.sizes is None else sharding_hint(table, setting.sizes),
     )
 
 
@@ -174,7 +181,7 @@ def _refusal(table: ParamTable, setting: Setting, layout: str) -> str | None:
 
 def _expert_hint(plan: Plan, layouts: Sequence[str]) -> str | None:
     """A sentence where a stack of experts is more than a rank's share of the model, and a layout keeps it whole."""
-    whole = [layout for layout in layouts if (facts := facts_of(layout)) is not None and facts.keeps_params_whole]
+    whole = [layout for layout, facts in FACTS_BY_LAYOUT.items() if layout in layouts and facts.keeps_params_whole]
     matrices = [param for param in plan.table if plan.routes[param.fqn].family == "matrix" and param.domain == DENSE]
     stacks = [param for param in matrices if len(param.shape) == 3 and len(plan.routes[param.fqn].matrices) > 1]
     if not whole or not stacks:

@@ -1,19 +1,21 @@
 """What a step will take beside forward and backward: Newton-Schulz on the busiest rank, and bytes on the wire.
 
-Times are FLOPs and bytes over what the hardware can do at best. They are for comparing layouts: `layout/choice.py` has the
-model and compares by the same ones.
+Times are FLOPs and bytes over what the hardware can do at best. They are for comparing layouts: `planner/choice.py` compares
+by the same ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 
 from layerwise.config.rules import Muon
-from layerwise.layout.choice import exposed_nbytes, sent_by_rank
+from layerwise.dtypes import DType
+from layerwise.layout.buckets import BucketPlan
 from layerwise.layout.plan import Plan
-from layerwise.layout.schedule import CommSchedule, Kind, Phase
+from layerwise.layout.schedule import CommOp, CommSchedule, Kind, Phase, wire_nbytes
+from layerwise.layout.work import spread
 from layerwise.planner.rules import Rules
 
 PHASES: tuple[Phase, ...] = ("reduce", "tie", "stats", "exchange", "return", "publish")
@@ -74,7 +76,7 @@ class Traffic:
 
 
 def traffic_of(plan: Plan, schedule: CommSchedule) -> Traffic:
-    """The bytes of a plan's schedule, and times by the cost model of `layout/choice.py`."""
+    """The bytes of a plan's schedule, and times."""
     reductions = [op for op in schedule.ops if op.phase == "reduce"]
     after = sent_by_rank((op for op in schedule.ops if op.phase != "reduce"), plan.world)
     totals = list(map(add, after, sent_by_rank(reductions, plan.world)))
@@ -99,3 +101,39 @@ def traffic_of(plan: Plan, schedule: CommSchedule) -> Traffic:
 def numbers_of(plan: Plan, rank: int) -> dict[str, int]:
     """The number that a rank of the dense domain has in each domain, with ranks arranged as `sent_by_rank` says."""
     return {domain: rank // (plan.world // size) for domain, size in plan.world_by_domain.items()}
+
+
+def sent_by_rank(ops: Iterable[CommOp], world: int) -> list[int]:
+    """Bytes that each rank sends in these collectives. Ranks of a smaller domain are neighbours: of E groups of experts
+    over N ranks, rank r holds number r % E and is rank r // E of those that hold it."""
+    everywhere = 0
+    numels: dict[tuple[int, int], list[int]] = {}  # by the domain's size and bytes per element
+    nbytes: dict[int, list[int]] = {}
+    for op in ops:
+        size = len(op.sent)
+        if not size:
+            everywhere += op.nbytes(0)
+        elif op.kind in ("all_to_all", "uneven_all_gather"):
+            # Thousands of ranks in hundreds of collectives: added up as elements, all ranks at once.
+            so_far = numels.get((size, op.dtype.itemsize))
+            numels[size, op.dtype.itemsize] = list(op.sent) if so_far is None else list(map(add, so_far, op.sent))
+        else:
+            nbytes[size] = list(map(add, nbytes.get(size, [0] * size), map(op.nbytes, range(size))))
+    for (size, itemsize), found in numels.items():
+        nbytes[size] = list(map(add, nbytes.get(size, [0] * size), (numel * itemsize for numel in found)))
+    totals = [everywhere] * world
+    for found in nbytes.values():
+        totals = list(map(add, totals, spread(found, world)))
+    return totals
+
+
+def exposed_nbytes(buckets: Sequence[BucketPlan], reductions: Sequence[CommOp], grad_dtype: DType) -> int:
+    """Bytes that are still to be reduced when backward ends, if backward makes gradients as fast as the wire reduces
+    them."""
+    ready = wire_free = 0
+    reduced = [bucket for bucket in buckets if bucket.reducer != "none"]
+    for bucket, op in zip(reduced, reductions, strict=True):
+        full = sum(placement.numel for placement in bucket.placements) * grad_dtype.itemsize
+        ready += wire_nbytes("reduce_scatter", full, bucket.world)
+        wire_free = max(ready, wire_free) + max(map(op.nbytes, range(bucket.world if op.sent else 1)))
+    return wire_free - ready

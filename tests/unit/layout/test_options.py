@@ -26,7 +26,11 @@ def test_rules_cannot_be_changed_from_behind() -> None:
     ("given", "error", "expected"),
     [
         ({"layout": "falt"}, ValueError, "layout 'falt' is unknown. Did you mean 'flat'?"),
-        ({"layout": None}, TypeError, "layout must be one of auto, flat, padded, compact, replicated"),
+        (
+            {"layout": None},
+            TypeError,
+            "layout must be one of flat, padded, compact, replicated, or a mapping from buffers to these, got None",
+        ),
         ({"strict": 1}, TypeError, "strict must be True or False, got 1."),
         ({"shard_grads": "yes"}, TypeError, "shard_grads must be True or False, got 'yes'."),
         (

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import layerwise
 from layerwise.dtypes import DType
 from layerwise.layout.difference import first_difference
-from layerwise.layout.options import Options, resolve_layout
+from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, compare_plans, make_plan
-from layerwise.layout.storage import plan_storage
+from layerwise.layout.storage import plan_storage, resolve_layout
 from layerwise.layout.work import plan_work
 from layerwise.routing.rules import RouteRule
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
@@ -166,7 +166,7 @@ def test_homes_and_digest_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from tests.unit.layout.test_plan import small_plan; from layerwise.planner.presets import preset; "
         "from layerwise.layout.plan import compare_plans; "
-        "plans = compare_plans(preset('gpt2'), ['padded', 'compact', 'auto'], world=7); "
+        "plans = compare_plans(preset('gpt2'), ['padded', 'compact', 'flat'], world=7); "
         "print(small_plan().digest, *(plan.digest for plan in plans.values()))"
     )
     path = os.pathsep.join([str(Path(layerwise.__file__).parents[1]), str(ROOT)])
@@ -250,12 +250,65 @@ def test_a_route_is_found_under_an_alias() -> None:
     assert plan.route("head.weight") is plan.route("wte.weight")
 
 
-def test_auto_is_the_default_and_the_name_of_no_layout_of_a_buffer() -> None:
-    assert resolve_layout("auto") == "auto"
+def test_flat_is_the_default() -> None:
     plan = make_plan(small_table(), world=2)
-    assert plan.options.layout == "auto"
-    assert all(buffer.key.layout in ("flat", "padded", "compact") for buffer in plan.buffers)
-    assert "chose" in plan.describe()
+    assert (plan.options.layout, plan.layout_label) == ("flat", "flat")
+    assert {buffer.key.layout for buffer in plan.buffers} == {"flat"}
+
+
+def layouts_of(plan: Plan) -> dict[str, str]:
+    return {f"{buffer.key.domain}/{buffer.key.family}": buffer.key.layout for buffer in plan.buffers}
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected", "label"),
+    [
+        ({}, {}, "flat"),
+        ({"matrix": "padded"}, {"dense/matrix": "padded", "expert/matrix": "padded"}, "padded"),
+        ({"expert/matrix": "compact"}, {"expert/matrix": "compact"}, "compact + flat"),
+        ({"other": "replicated"}, {"dense/other": "replicated"}, "flat"),
+        (
+            {"matrix": "padded", "dense/matrix": "flat", "other": "compact"},
+            {"expert/matrix": "padded", "dense/other": "compact"},
+            "flat + padded",
+        ),
+    ],
+)
+def test_a_mapping_gives_each_buffer_its_layout_and_flat_where_it_names_none(
+    layout: dict[str, str], expected: dict[str, str], label: str
+) -> None:
+    plan = small_plan(layout=layout)
+    found = layouts_of(plan)
+    assert set(found) == {"dense/matrix", "expert/matrix", "dense/other"}
+    assert found == {**dict.fromkeys(found, "flat"), **expected}
+    assert plan.layout_label == label
+
+
+def test_a_mapping_of_one_layout_is_the_plan_of_its_name() -> None:
+    mapped, named = (small_plan(layout=layout) for layout in ({"matrix": "padded"}, "padded"))
+    assert (mapped.buffers, mapped.works, mapped.digest) == (named.buffers, named.works, named.digest)
+
+
+def test_a_mapping_with_wrong_buffers_and_names_is_one_error() -> None:
+    with pytest.raises(ValueError) as caught:
+        small_plan(layout={"experts/matrix": "padded", "other": "falt", "matrix": "auto", 3: 4})
+    assert str(caught.value) == (
+        "layout={'experts/matrix': 'padded', 'other': 'falt', 'matrix': 'auto', 3: 4}: "
+        "'experts/matrix' is no buffer, expected one of matrix, other, dense/matrix, expert/matrix. "
+        "'other': layout 'falt' is unknown. Did you mean 'flat'? "
+        "'matrix': layout 'auto' is unknown. Earlier versions had layout='auto': leave it out, since 'flat' is the "
+        "default; layerwise plan says which layout is best. "
+        "3 is no buffer, expected one of matrix, other, dense/matrix, expert/matrix. "
+        "3: layout must be one of flat, padded, compact, replicated, or a mapping from buffers to these, got 4."
+    )
+
+
+def test_a_mapping_may_name_a_domain_of_another_pipeline_stage() -> None:
+    table = table_of([("a.weight", (8, 8))])
+    options = Options(layout={"expert/matrix": "padded"})
+    assert layouts_of(make_plan(table, options, world=2, worlds={"expert": 1}, ranks=4)) == {"dense/matrix": "flat"}
+    with pytest.raises(ValueError, match="'expert/matrix' is no buffer, expected one of matrix, other, dense/matrix"):
+        make_plan(table, options, world=2, worlds={"expert": 1})
 
 
 @pytest.mark.parametrize(
@@ -264,7 +317,7 @@ def test_auto_is_the_default_and_the_name_of_no_layout_of_a_buffer() -> None:
         ({"layout": "falt"}, "layout 'falt' is unknown. Did you mean 'flat'?"),
         (
             {"layout": "zero"},
-            "layout 'zero' is unknown. Known: auto, compact, flat, padded, padded:reference, padded:reference-numel, replicated, replicated:shared.",
+            "layout 'zero' is unknown. Known: compact, flat, padded, replicated.",
         ),
         ({"world": 0}, "world must be at least 1, got 0."),
         ({"worlds": {"expert": 0}}, "world of domain 'expert' must be at least 1, got 0."),
@@ -286,7 +339,7 @@ def test_a_plan_that_cannot_be_says_why(changes: dict[str, object], expected: st
 
 
 def test_a_layout_that_is_no_name_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"layout must be one of auto, flat, .*, got 3"):
+    with pytest.raises(TypeError, match=r"layout must be one of flat, .*, got 3"):
         resolve_layout(3)
 
 
@@ -332,15 +385,8 @@ def test_the_alternatives_that_refusals_name_are_accepted_and_one_rank_may_combi
     assert small_plan(**changes).buckets
 
 
-def test_auto_never_chooses_what_cannot_be_combined_with_the_rest() -> None:
-    for world in (2, 4, 8):
-        plan = make_plan(small_table(), Options(shard_grads=True), world=world)
-        assert all(bucket.reducer == "reduce_scatter" for bucket in plan.buckets)
-        assert all(score.layout != "compact" for choice in plan.choices for score in choice.scores)
-
-
 def test_plans_compared_at_once_are_the_plans_made_one_by_one() -> None:
-    layouts = ["auto", "flat", "padded", "compact", "replicated"]
+    layouts = ["flat", "padded", "compact", "replicated"]
     together = compare_plans(small_table(), layouts, Options(bucket_numel=3000), world=4)
     assert list(together) == layouts
     for layout, plan in together.items():

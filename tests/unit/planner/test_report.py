@@ -9,6 +9,7 @@ import pytest
 from layerwise.dtypes import DType
 from layerwise.layout.options import Options
 from layerwise.layout.plan import make_plan
+from layerwise.planner.choice import CANDIDATES
 from layerwise.planner.presets import preset
 from layerwise.planner.report import SIDE_BY_SIDE, Comparison, Setting, column_of, compare
 from layerwise.routing.spec import ParamSpec, ParamTable, table_of
@@ -18,25 +19,26 @@ def chosen(comparison: Comparison) -> list[str]:
     return [column.layout for column in comparison.columns if column.is_chosen]
 
 
-def test_the_one_that_auto_takes_is_marked() -> None:
+def test_the_best_one_is_marked() -> None:
     table, setting = preset("gpt2"), Setting(world=8)
     found = compare(table, setting)
     assert [column.layout for column in found.columns] == list(SIDE_BY_SIDE)
-    auto = make_plan(table, Options(layout="auto"), world=8)
-    taken = {choice.layout for choice in auto.choices if choice.scores}
-    assert set(chosen(found)) == taken
-    assert found.choices == auto.choices
+    (choice,) = found.choices
+    assert chosen(found) == [choice.layout]
+    assert choice.buffer == "dense/matrix"
+    assert [score.layout for score in choice.scores] == list(CANDIDATES)
     assert found.left_out == {}
     assert found.matrices == 72
 
 
 def test_a_mixture_has_a_column_of_its_own() -> None:
     """Large experts in a small domain fit whole; small dense params in a large one do not."""
-    setting = Setting(world=512, worlds={"expert": 8})
-    found = compare(preset("deepseek-v3", expert_parallel=64), setting)
-    assert {choice.layout for choice in found.choices if choice.scores} == {"flat", "padded"}
-    assert [column.layout for column in found.columns] == [*SIDE_BY_SIDE, "flat + padded (auto)"]
-    assert chosen(found) == ["flat + padded (auto)"]
+    setting = Setting(world=512, worlds={"expert": 4})
+    found = compare(preset("qwen3-235b-a22b", expert_parallel=128), setting)
+    mixture = {"dense/matrix": "flat", "expert/matrix": "padded"}
+    assert {choice.buffer: choice.layout for choice in found.choices} == mixture
+    assert [column.layout for column in found.columns] == [*SIDE_BY_SIDE, "flat + padded"]
+    assert chosen(found) == ["flat + padded"]
 
 
 def test_one_layout_alone_is_not_compared_with_anything() -> None:
@@ -45,10 +47,14 @@ def test_one_layout_alone_is_not_compared_with_anything() -> None:
     assert (chosen(found), found.choices) == ([], ())
 
 
-def test_auto_alone_says_what_it_came_to() -> None:
-    found = compare(preset("gpt2"), Setting(world=8), ["auto"])
-    assert [column.layout.endswith(" (auto)") for column in found.columns] == [True]
-    assert found.choices
+def test_of_layouts_of_which_only_one_can_be_best_none_is_marked() -> None:
+    found = compare(preset("gpt2"), Setting(world=8), ["flat", "replicated"])
+    assert (chosen(found), found.choices) == ([], ())
+
+
+def test_on_one_rank_the_first_of_equal_layouts_is_marked() -> None:
+    found = compare(preset("gpt2"), Setting(world=1))
+    assert (chosen(found), found.choices) == (["flat"], ())
 
 
 def test_layouts_that_the_setting_refuses_are_left_out_with_the_reason() -> None:

@@ -7,15 +7,15 @@ import pytest
 from benchmarks.layouts import figures
 from layerwise.config.layouts import LAYOUTS
 from layerwise.config.rules import AdamW, Muon
-from layerwise.layout.choice import sent_by_rank
 from layerwise.layout.cost import Hardware, NewtonSchulz
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
 from layerwise.planner.presets import preset
 from layerwise.planner.report import Setting, compare
 from layerwise.planner.rules import Rules, schedule_for
-from layerwise.planner.timing import numbers_of, traffic_of, work_of
+from layerwise.planner.timing import numbers_of, sent_by_rank, traffic_of, work_of
 from layerwise.routing.spec import table_of
+from tests.worlds import MIXED
 
 RULES = Rules()
 UNIT = Hardware(ns_tflops=1e-9, link_gb_s=1e-6)
@@ -106,7 +106,7 @@ def every_plan() -> list[Plan]:
             worlds={"expert": world // experts},
         )
         for name, experts, world in (("gpt2", 1, 6), ("qwen3-30b-a3b", 4, 12))
-        for layout in (*LAYOUTS, "auto")
+        for layout in (*LAYOUTS, MIXED["mixed others"])
     ]
 
 

@@ -159,7 +159,7 @@ def test_accumulation_is_the_same_as_a_larger_batch(text: str) -> None:
     [
         (OptimConfig(rule="adamw"), "fp32", "flat"),
         (OptimConfig(rule="normuon", other_rule="lion", other_lr=1e-3), "fp32", "replicated"),
-        (OptimConfig(rule="adamuon", clip_grad_norm=None), "bf16", "auto"),
+        (OptimConfig(rule="adamuon", clip_grad_norm=None), "bf16", "padded"),
         (OptimConfig(rule="muon", coefficients="simple", scale="spectral", lr=1e-3), "bf16", "flat"),
     ],
 )

@@ -106,8 +106,8 @@ def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
         (("--parallel.tp", "0"), "parallel.tp: expected an integer from 1"),
         (("--parallel.replicate", "-1"), "parallel.replicate: expected an integer from 1"),
         (
-            ("--parallel.fsdp", "2", "--parallel.layout", "flat"),
-            "parallel.layout: expected auto with fsdp=2, got flat: fully_shard() stores params in a way of its own.",
+            ("--parallel.fsdp", "2", "--parallel.layout", "padded"),
+            "parallel.layout: expected flat with fsdp=2, got padded: fully_shard() stores params in a way of its own.",
         ),
         (
             ("--parallel.replicate", "2", "--parallel.reducer", "ordered"),

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerwise.config.layouts import Layout
 from layerwise.dtypes import DType
-from layerwise.layout.buckets import BufferGroup, BufferPlan
-from layerwise.layout.choice import CANDIDATES, Draft, Score, pick, score
 from layerwise.layout.cost import Hardware, newton_schulz_flops, resolve_method
 from layerwise.layout.options import Options
-from layerwise.layout.plan import Plan, compare_plans, make_plan
+from layerwise.layout.plan import compare_plans, make_plan
+from layerwise.planner.choice import CANDIDATES, Choice, Score, best_layouts, pick, score
 from layerwise.routing.spec import ModuleKind, ParamSpec, ParamTable, table_of
-from tests.strategies import LIGHT, MANY, divisors, tables, worlds
+from tests.strategies import LIGHT, MANY, divisors, tables
 
 
 def scored(layout: str, ms: float, nbytes: int) -> Score:
@@ -74,66 +74,35 @@ def test_no_score_that_was_passed_over_is_both_lean_and_clearly_better(scores: l
             assert other.total_ms > chosen.total_ms or other.memory_nbytes >= chosen.memory_nbytes
 
 
-def without_numbers(buffer: BufferPlan) -> tuple[object, ...]:
-    """A buffer as it is, whatever other buffers there are."""
-    return buffer.key, buffer.numel, tuple(replace(bucket, index=0, buffer=0) for bucket in buffer.buckets)
-
-
 @LIGHT
 @given(tables(), st.sampled_from([1, 2, 3, 4, 8]), st.data())
-def test_auto_is_the_plan_of_the_layout_it_names(table: ParamTable, world: int, data: st.DataObject) -> None:
-    experts = data.draw(st.sampled_from(divisors(world)))
-    plans = compare_plans(
-        table,
-        ["auto", *CANDIDATES],
-        Options(bucket_numel=300, cohort_numel=200),
-        world=world,
-        worlds={"expert": experts},
-    )
-    auto = plans["auto"]
-    chosen = {choice.buffer: choice.layout for choice in auto.choices}
-    assert set(chosen) == {BufferGroup.of(buffer.key) for buffer in auto.buffers}
-    for buffer in auto.buffers:
-        assert buffer.key.layout == chosen[BufferGroup.of(buffer.key)]
-    named = {layout for group, layout in chosen.items() if group.family == "matrix"} or {"flat"}
-    if len(named) == 1:
-        other = plans[next(iter(named))]
-        assert (auto.buffers, auto.works, auto.digest) == (other.buffers, other.works, other.digest)
-        assert auto.layout_label == f"{next(iter(named))} (auto)"
-        return
-    assert auto.layout_label == f"{' + '.join(sorted(named))} (auto)"
-    for buffer in auto.buffers:
-        # Who owns what in compact is dealt over all buffers that are; the others stand alone.
-        if buffer.key.layout != "compact":
-            alone = next(found for found in plans[buffer.key.layout].buffers if found.key == buffer.key)
-            assert without_numbers(buffer) == without_numbers(alone)
-
-
-@LIGHT
-@given(tables(), worlds, st.booleans())
-def test_what_is_not_a_matrix_or_lives_on_one_rank_is_flat_and_compared_with_nothing(
-    table: ParamTable, world: int, alone: bool
+def test_every_domain_with_matrices_on_several_ranks_has_a_best_layout(
+    table: ParamTable, world: int, data: st.DataObject
 ) -> None:
-    plan = make_plan(table, Options(bucket_numel=300), world=world, worlds={"expert": 1 if alone else world})
-    for choice in plan.choices:
-        if choice.buffer.family != "matrix":
-            assert (choice.layout, choice.reason, choice.scores) == ("flat", "no matrix rule manages it", ())
-        elif plan.world_by_domain[choice.buffer.domain] == 1:
-            assert (choice.layout, choice.reason, choice.scores) == ("flat", "its domain is one rank", ())
-        else:
-            assert [found.layout for found in choice.scores] == list(CANDIDATES)
-            assert pick(choice.scores)[0].layout == choice.layout
-            assert choice.reason == pick(choice.scores)[1]
+    experts = data.draw(st.sampled_from(divisors(world)))
+    options = Options(bucket_numel=300, cohort_numel=200)
+    plans = compare_plans(table, [*CANDIDATES, "replicated"], options, world=world, worlds={"expert": experts})
+    domains = [work.domain for work in plans["flat"].works if work.world > 1]
+    choices = best_layouts(plans)
+    assert [choice.buffer for choice in choices] == [f"{domain}/matrix" for domain in domains]
+    for choice in choices:
+        assert [found.layout for found in choice.scores] == list(CANDIDATES)
+        assert (choice.layout, choice.reason) == (pick(choice.scores)[0].layout, pick(choice.scores)[1])
+    # What the choices name can be asked for: the library takes it as a layout.
+    mapping = {choice.buffer: choice.layout for choice in choices}
+    mixture = make_plan(table, replace(options, layout=mapping), world=world, worlds={"expert": experts})
+    for buffer in mixture.buffers:
+        assert buffer.key.layout == mapping.get(f"{buffer.key.domain}/{buffer.key.family}", "flat")
+
+
+def test_one_candidate_alone_is_not_called_the_best() -> None:
+    plans = compare_plans(table_of([("a.weight", (8, 8))]), ["flat", "replicated"], world=2)
+    assert best_layouts(plans) == ()
 
 
 matrix_tables = st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=12).map(
     lambda shapes: table_of([(f"w{number:02d}", shape) for number, shape in enumerate(shapes)])
 )
-
-
-def scored_plan(plan: Plan, hardware: Hardware) -> Score:
-    draft = Draft(plan.buffers, plan.works)
-    return score(plan.options.layout, draft, BufferGroup.of(plan.buffers[0].key), plan.grad_dtype, hardware)  # type: ignore[arg-type]
 
 
 @LIGHT
@@ -145,13 +114,21 @@ def scored_plan(plan: Plan, hardware: Hardware) -> Score:
     st.sampled_from([DType.FP32, DType.BF16]),
 )
 def test_a_score_counts_bytes_flops_and_memory_of_the_rank_for_which_they_are_worst(
-    table: ParamTable, world: int, layout: str, dtype: DType, grad_dtype: DType
+    table: ParamTable, world: int, layout: Layout, dtype: DType, grad_dtype: DType
 ) -> None:
     typed = ParamTable(tuple(replace(param, dtype=dtype) for param in table))
     plan = make_plan(
-        typed, Options(layout=layout, bucket_numel=500, cohort_numel=100, grad_dtype=grad_dtype), world=world
+        typed,
+        Options(
+            layout=layout,
+            bucket_numel=500,
+            cohort_numel=100,
+            grad_dtype=grad_dtype,
+            hardware=Hardware(ns_tflops=2.0, link_gb_s=4.0),
+        ),
+        world=world,
     )
-    found = scored_plan(plan, Hardware(ns_tflops=2.0, link_gb_s=4.0))
+    found = score(layout, plan, "dense")
     schedule = plan.schedule(stats_numel=0)
     reduced = max(sum(op.nbytes(rank) for op in schedule.ops if op.phase == "reduce") for rank in range(world))
     rest = max(sum(op.nbytes(rank) for op in schedule.ops if op.phase != "reduce") for rank in range(world))
@@ -193,7 +170,7 @@ def test_matrices_that_every_rank_computes_count_on_every_rank() -> None:
     assert work.loads == (2 * one,) * 3
 
 
-def test_a_rank_with_fast_links_and_slow_products_chooses_by_balance() -> None:
+def test_with_fast_links_and_slow_products_balance_decides() -> None:
     # Eight experts in one param: where params stay whole one rank of four computes all of them.
     experts = ParamSpec(
         fqn="e", shape=(8, 64, 64), dtype=DType.BF16, module_kind=ModuleKind.OTHER, module_type="Experts"
@@ -201,12 +178,17 @@ def test_a_rank_with_fast_links_and_slow_products_chooses_by_balance() -> None:
     table = ParamTable((experts,))
     slow_products = Hardware(ns_tflops=0.001, link_gb_s=1000.0)
     slow_links = Hardware(ns_tflops=1000.0, link_gb_s=0.001)
-    balanced = make_plan(table, Options(hardware=slow_products), world=4).choices[0]
+
+    def best(hardware: Hardware) -> Choice:
+        (choice,) = best_layouts(compare_plans(table, CANDIDATES, Options(hardware=hardware), world=4))
+        return choice
+
+    balanced = best(slow_products)
     assert balanced.layout == "flat"
     by_layout = {found.layout: found for found in balanced.scores}
     assert by_layout["flat"].imbalance == 1.0
     assert by_layout["compact"].imbalance == 4.0
-    near = make_plan(table, Options(hardware=slow_links), world=4).choices[0]
+    near = best(slow_links)
     assert near.layout in ("flat", "compact")
     assert {found.layout: found.wire_nbytes for found in near.scores} == {
         found.layout: found.wire_nbytes for found in balanced.scores

@@ -4,9 +4,9 @@
 
 Writes benchmarks/results/layouts.json. Needs no torch and no accelerator: these are plans, and nothing of them runs.
 
-First, Megatron-LM's packing as re-implemented here (`padded:reference`, and `padded:reference-numel` for the generation
-before) against figures that were measured on Megatron's own layout code, for the same shapes. Then the layouts side by
-side, for those shapes and for the presets.
+First, the packing of `padded` against figures that were measured on Megatron-LM's own layout code, for the same shapes. Then
+the layouts side by side, for those shapes and for the presets. Last, the padding of `padded` for every preset beside what a
+search reached, by which earlier versions packed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from layerwise.units import format_nbytes
 
 RESULTS = Path(__file__).parent / "results" / "layouts.json"
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
-LAYOUTS: tuple[Layout, ...] = ("padded:reference", "padded", "compact", "flat")
+LAYOUTS: tuple[Layout, ...] = ("padded", "compact", "flat")
 STATS_NUMEL = 8
 """Elements of the one statistics vector; its bytes are nothing beside the rest."""
 
@@ -82,37 +82,36 @@ class Figures(NamedTuple):
 
     waste_percent: float
     buckets: int
-    megatron_imbalance: float | None = None
+    megatron_imbalance: float
 
 
-MEASURED: dict[str, dict[str, dict[int, Figures]]] = {
-    "padded:reference": {
-        "Llama-8B": {
-            8: Figures(7.7, 8, 1.02),
-            32: Figures(7.7, 2, 1.08),
-            64: Figures(7.7, 1, 1.08),
-            128: Figures(115, 1, 2.15),
-            256: Figures(331, 1, 4.31),
-            512: Figures(762, 1, 8.6),
-        },
-        "Llama-70B TP8": {32: Figures(14.5, 5, 1.32), 64: Figures(31.8, 3, 1.84), 128: Figures(75.7, 2, 2.46)},
-        "DeepSeek-V3 dense": {32: Figures(44, 4, 1.62), 128: Figures(122, 1, 3.28), 256: Figures(343, 1, 6.57)},
-        "DeepSeek-V3 experts": {8: Figures(0, 116, 1.00), 32: Figures(35.6, 20, 1.06)},
+MEASURED: dict[str, dict[int, Figures]] = {
+    "Llama-8B": {
+        8: Figures(7.7, 8, 1.02),
+        32: Figures(7.7, 2, 1.08),
+        64: Figures(7.7, 1, 1.08),
+        128: Figures(115, 1, 2.15),
+        256: Figures(331, 1, 4.31),
+        512: Figures(762, 1, 8.6),
     },
-    "padded:reference-numel": {
-        "Llama-8B": {
-            8: Figures(10.6, 9),
-            32: Figures(19.2, 3),
-            64: Figures(115, 2),
-            128: Figures(115, 1),
-            256: Figures(331, 1),
-        },
-        "Llama-70B TP8": {32: Figures(13.7, 6), 64: Figures(31.8, 3), 128: Figures(75.7, 2)},
-        "DeepSeek-V3 dense": {32: Figures(29, 4), 128: Figures(122, 1), 256: Figures(343, 1)},
-        "DeepSeek-V3 experts": {8: Figures(0, 116), 32: Figures(10.3, 24)},
-    },
+    "Llama-70B TP8": {32: Figures(14.5, 5, 1.32), 64: Figures(31.8, 3, 1.84), 128: Figures(75.7, 2, 2.46)},
+    "DeepSeek-V3 dense": {32: Figures(44, 4, 1.62), 128: Figures(122, 1, 3.28), 256: Figures(343, 1, 6.57)},
+    "DeepSeek-V3 experts": {8: Figures(0, 116, 1.00), 32: Figures(35.6, 20, 1.06)},
 }
 """Measured on Megatron-LM's own layout code (August 2026), fp32 gradients, buckets of max(40 M, 1 M per rank)."""
+
+SEARCHED: dict[str, dict[int, float]] = {
+    "llama3-8b": {8: 3.34, 64: 6.69, 512: 661.87},
+    "llama3-70b": {8: 0.38, 64: 3.42, 512: 243.88},
+    "llama3-405b": {8: 0.05, 64: 11.1, 512: 121.15},
+    "qwen3-30b-a3b": {8: 0.22, 64: 28.68, 512: 239.69},
+    "qwen3-235b-a22b": {8: 0.29, 64: 10.17, 512: 75.93},
+    "deepseek-v3": {8: 1.66, 64: 7.82, 512: 187.04},
+    "kimi-k2": {8: 2.17, 64: 5.69, 512: 181.44},
+    "gpt2": {8: 0.0, 64: 53.09, 512: 902.46},
+}
+"""Percent of padding over all params of a preset by number of ranks, as commit 67d58b1 printed it (`layerwise plan --layout padded`):
+it searched all cuts into buckets and several packings of each for the least padding. The search is gone."""
 
 PRESETS = (
     ("gpt2", 1),
@@ -140,7 +139,7 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 
 def reference_figures(plan: Plan) -> dict[str, Any]:
-    """The same of a plan with a packing of Megatron's, and its balance by what Megatron takes matrices to cost."""
+    """Figures of a plan, with its balance by what Megatron-LM takes matrices to cost."""
     loads = [0] * plan.world
     for work in plan.works:
         for item in work.items:
@@ -149,19 +148,23 @@ def reference_figures(plan: Plan) -> dict[str, Any]:
     return {**figures(plan), "megatron_imbalance": round(imbalance_of(loads), 4)}
 
 
-def compare(model: str, layout: str, world: int, measured: Figures) -> dict[str, Any]:
-    """One figure of Megatron's against our re-implementation and against our own packing."""
-    table = MEASURED_SHAPES[model]
-    found = reference_figures(make_plan(table, Options(layout=layout), world=world))
+def compare(model: str, world: int, measured: Figures) -> dict[str, Any]:
+    """One measured figure of Megatron-LM beside that of `padded`."""
+    found = reference_figures(make_plan(MEASURED_SHAPES[model], Options(layout="padded"), world=world))
     return {
         "model": model,
-        "layout": layout,
         "world": world,
-        "measured": {name: value for name, value in measured._asdict().items() if value is not None},
+        "measured": measured._asdict(),
         "found": found,
         "difference_points": round(found["waste_percent"] - measured.waste_percent, 2),
-        "ours": figures(make_plan(table, Options(layout="padded"), world=world)),
     }
+
+
+def preset_padding(model: str, world: int) -> dict[str, Any]:
+    """The padding of `padded` for a preset as `layerwise plan` prints it, now and under the search of earlier versions."""
+    plan = make_plan(preset(model), Options(layout="padded"), world=world)
+    now = round(100 * plan.padding_ratio, 2)
+    return {"model": model, "world": world, "padding_percent": now, "searched_percent": SEARCHED[model][world]}
 
 
 def memory_nbytes(plan: Plan) -> dict[str, int]:
@@ -239,11 +242,10 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> int:
     compared = []
-    for layout, by_model in MEASURED.items():
-        for model, by_world in by_model.items():
-            for world, measured in by_world.items():
-                compared.append(compare(model, layout, world, measured))
-                print(f"{layout:<22} {model:<20} {world:>4}: {measured.waste_percent} %, found {compared[-1]['found']}")
+    for model, by_world in MEASURED.items():
+        for world, measured in by_world.items():
+            compared.append(compare(model, world, measured))
+            print(f"{model:<20} {world:>4}: {measured.waste_percent} %, found {compared[-1]['found']}")
     print(HEADER)
     rows = []
     for model, table in models():
@@ -251,10 +253,12 @@ def main() -> int:
             for layout in LAYOUTS:
                 rows.append(measure(model, table, layout, world))
                 print(line(rows[-1]), flush=True)
+    padding = [preset_padding(model, world) for model, by_world in SEARCHED.items() for world in by_world]
     report = {
         "what": "plans of all layouts with fp32 gradients and bf16 params. measured: Megatron-LM's own layout code; waste, buckets "
         "and imbalance are of matrices only; memory is what the fullest rank keeps between steps, sent is what the rank that "
-        "sends most sends in one step; every domain is planned over N ranks",
+        "sends most sends in one step; every domain is planned over N ranks. padding: over all params of a preset with all of its "
+        "experts; searched is that of commit 67d58b1, which searched for the least padding",
         "command": "python benchmarks/layouts.py",
         "host": {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -264,6 +268,7 @@ def main() -> int:
         "presets": [{"model": name, "expert_parallel": expert_parallel} for name, expert_parallel in PRESETS],
         "differences": DIFFERENCES,
         "reference": compared,
+        "padding": padding,
         "worst_difference_points": max(abs(row["difference_points"]) for row in compared),
         "rows": rows,
     }

@@ -177,11 +177,7 @@ def gib(nbytes_by_kind: dict[str, int]) -> str:
 
 def layouts(data: dict[str, Any]) -> str:
     models = ("llama3-8b", "llama3-70b", "qwen3-30b-a3b", "deepseek-v3")
-    shown = [
-        row
-        for row in data["rows"]
-        if row["model"] in models and row["world"] in (8, 64, 512) and row["layout"] != "padded:reference"
-    ]
+    shown = [row for row in data["rows"] if row["model"] in models and row["world"] in (8, 64, 512)]
     return markdown(
         [
             "model",
@@ -212,24 +208,33 @@ def layouts(data: dict[str, Any]) -> str:
 
 
 def layouts_reference(data: dict[str, Any]) -> str:
-    def cell(figures: dict[str, Any], balance: str) -> str:
-        return f"{figures['waste_percent']:.1f} %, {figures['buckets']}, {figures[balance]:.2f}"
+    def cell(figures: dict[str, Any]) -> str:
+        return f"{figures['waste_percent']:.1f} %, {figures['buckets']}, {figures['megatron_imbalance']:.2f}"
 
-    theirs, ours = "megatron_imbalance", "imbalance"
     return markdown(
-        ["matrices of", "ranks", "Megatron-LM, measured", "`padded:reference`", "imbalance in FLOPs", "`padded`"],
+        ["matrices of", "ranks", "Megatron-LM, measured", "`padded`", "imbalance in FLOPs"],
         [
             [
                 row["model"],
                 row["world"],
-                cell(row["measured"], theirs),
-                cell(row["found"], theirs),
-                f"{row['found'][ours]:.2f}",
-                cell(row["ours"], ours),
+                cell(row["measured"]),
+                cell(row["found"]),
+                f"{row['found']['imbalance']:.2f}",
             ]
             for row in data["reference"]
-            if row["layout"] == "padded:reference"
         ],
+    )
+
+
+def layouts_padding(data: dict[str, Any]) -> str:
+    by_model: dict[str, list[str]] = {}
+    for row in data["padding"]:
+        by_model.setdefault(row["model"], []).append(
+            f"{row['padding_percent']:.1f} % ({row['searched_percent']:.1f} %)"
+        )
+    return markdown(
+        ["model", *(f"{world} ranks" for world in sorted({row["world"] for row in data["padding"]}))],
+        [[model, *cells] for model, cells in by_model.items()],
     )
 
 
@@ -446,6 +451,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "checkpoint": ("checkpoint", checkpoint),
     "codec": ("codec", codec),
     "layouts": ("layouts", layouts),
+    "layouts_padding": ("layouts", layouts_padding),
     "layouts_reference": ("layouts", layouts_reference),
     "fsdp": ("fsdp", fsdp),
     "loss_over_time": ("loss_over_time", loss_over_time),

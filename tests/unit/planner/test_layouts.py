@@ -1,31 +1,19 @@
-"""What the packings of `padded` give for known models: the reference's own figures, and less padding than those."""
+"""Padding, buckets and balance of `padded` for known models: those that Megatron-LM's own layout code gives."""
 
 import json
-from functools import cache
-from typing import Any
 
 import pytest
 
-from benchmarks.layouts import MEASURED, MEASURED_SHAPES, RESULTS, Figures, exposed_percent, figures, reference_figures
+from benchmarks.layouts import MEASURED, MEASURED_SHAPES, RESULTS, Figures, figures, preset_padding, reference_figures
 from layerwise.layout.options import Options
 from layerwise.layout.plan import Plan, make_plan
+from layerwise.planner.presets import PRESETS
 
-ROWS = [
-    (layout, model, world, measured)
-    for layout, by_model in MEASURED.items()
-    for model, by_world in by_model.items()
-    for world, measured in by_world.items()
-]
-POINTS = sorted({(model, world) for _, model, world, _ in ROWS})
+ROWS = [(model, world, measured) for model, by_world in MEASURED.items() for world, measured in by_world.items()]
 
 
-@cache
-def planned(model: str, world: int, layout: str) -> Plan:
-    return make_plan(MEASURED_SHAPES[model], Options(layout=layout), world=world)
-
-
-def found(model: str, world: int, layout: str) -> dict[str, Any]:
-    return figures(planned(model, world, layout))
+def planned(model: str, world: int) -> Plan:
+    return make_plan(MEASURED_SHAPES[model], Options(layout="padded"), world=world)
 
 
 @pytest.mark.parametrize(
@@ -38,57 +26,35 @@ def found(model: str, world: int, layout: str) -> dict[str, Any]:
     ],
 )
 def test_the_models_are_those_that_were_measured(model: str, matrices: int, billions: float) -> None:
-    plan = planned(model, 8, "flat")
+    plan = planned(model, 8)
     assert sum(len(work.items) for work in plan.works) == len(plan.table) == matrices
     assert sum(param.numel for param in plan.table) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-@pytest.mark.parametrize(("layout", "model", "world", "measured"), ROWS)
-def test_the_reference_packings_give_the_figures_of_megatrons_own_code(
-    layout: str, model: str, world: int, measured: Figures
-) -> None:
-    ours = reference_figures(planned(model, world, layout))
-    assert ours["waste_percent"] == pytest.approx(measured.waste_percent, abs=1)
-    assert ours["buckets"] == measured.buckets
-    if measured.megatron_imbalance is not None:
-        # Measured figures have two digits, the largest one has one.
-        assert ours["megatron_imbalance"] == pytest.approx(measured.megatron_imbalance, abs=0.02)
+@pytest.mark.parametrize(("model", "world", "measured"), ROWS)
+def test_padded_gives_the_figures_of_megatrons_own_code(model: str, world: int, measured: Figures) -> None:
+    found = reference_figures(planned(model, world))
+    assert found["waste_percent"] == pytest.approx(measured.waste_percent, abs=1)
+    assert found["buckets"] == measured.buckets
+    # Measured figures have two digits, the largest one has one.
+    assert found["megatron_imbalance"] == pytest.approx(measured.megatron_imbalance, abs=0.02)
 
 
-@pytest.mark.parametrize(("model", "world"), POINTS)
-def test_ours_pads_no_more_balances_no_worse_and_overlaps_no_less(model: str, world: int) -> None:
-    ours = found(model, world, "padded")
-    for layout in ("padded:reference", "padded:reference-numel"):
-        theirs = found(model, world, layout)
-        assert ours["waste_percent"] <= theirs["waste_percent"]
-        # Padding comes first: the older reference may balance better where it pads more.
-        pads_less = layout == "padded:reference-numel" and ours["waste_percent"] < theirs["waste_percent"]
-        assert pads_less or ours["imbalance"] <= theirs["imbalance"]
-    assert exposed_percent(planned(model, world, "padded")) <= exposed_percent(
-        planned(model, world, "padded:reference")
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "world", "at_most"),
-    [
-        ("Llama-8B", 8, 4),
-        ("Llama-70B TP8", 32, 3),
-        ("Llama-70B TP8", 64, 4),
-        ("Llama-70B TP8", 128, 4),
-        ("DeepSeek-V3 dense", 32, 1),
-        ("DeepSeek-V3 experts", 32, 1.2),
-    ],
-)
-def test_ours_pads_little_where_the_reference_pads_much(model: str, world: int, at_most: float) -> None:
-    assert found(model, world, "padded")["waste_percent"] <= at_most
+@pytest.mark.parametrize(("world", "percent"), [(64, "7.7"), (128, "115"), (512, "762")])
+def test_padding_of_the_matrices_of_llama_8b_is_megatrons_to_the_digit(world: int, percent: str) -> None:
+    waste = figures(planned("Llama-8B", world))["waste_percent"]
+    assert f"{waste:.{len(percent.partition('.')[2])}f}" == percent
 
 
 def test_the_committed_figures_are_those_of_today() -> None:
     report = json.loads(RESULTS.read_text())
     assert report["worst_difference_points"] < 1
-    committed = {(row["layout"], row["model"], row["world"]): row for row in report["reference"]}
-    assert set(committed) == {(layout, model, world) for layout, model, world, _ in ROWS}
-    for (layout, model, world), row in committed.items():
-        assert row["found"] == reference_figures(planned(model, world, layout))
-        assert row["ours"] == found(model, world, "padded")
+    committed = {(row["model"], row["world"]): row["found"] for row in report["reference"]}
+    assert committed == {(model, world): reference_figures(planned(model, world)) for model, world, _ in ROWS}
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_the_committed_padding_of_presets_is_that_of_today(model: str) -> None:
+    committed = [row for row in json.loads(RESULTS.read_text())["padding"] if row["model"] == model]
+    assert [row["world"] for row in committed] == [8, 64, 512]
+    assert committed[:2] == [preset_padding(model, world) for world in (8, 64)]

@@ -211,8 +211,3 @@ class BufferGroup(NamedTuple):
     chunk: int
     family: Family
     dtype: DType
-
-    @classmethod
-    def of(cls, key: BufferKey) -> BufferGroup:
-        """What a buffer's key is without its layout."""
-        return cls(key.domain, key.chunk, key.family, key.dtype)

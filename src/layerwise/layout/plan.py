@@ -20,7 +20,7 @@ from layerwise.layout.reduce_groups import ReduceGroup, reduce_groups
 from layerwise.layout.schedule import CommSchedule, build_schedule
 from layerwise.layout.shards import OwnShards, ShardPlan
 from layerwise.layout.storage import layouts_by_group, members_of, plan_storage
-from layerwise.layout.work import WorkPlan, imbalance_of, plan_work
+from layerwise.layout.work import WorkPlan, imbalance_of, plan_work, spread
 from layerwise.routing.evidence import route_by
 from layerwise.routing.rules import Route
 from layerwise.routing.spec import ParamTable

@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from layerwise.config.gone import gone_value
-from layerwise.config.layouts import FACTS_BY_LAYOUT, LAYOUTS, Layout, LayoutFacts
+from layerwise.config.layouts import FACTS_BY_LAYOUT, LAYOUTS, Layout
 from layerwise.errors import did_you_mean
 from layerwise.layout.alignment import BUCKET_ALIGNMENT, PARAM_ALIGNMENT
 from layerwise.layout.buckets import BucketPlan, BufferGroup, BufferKey, BufferPlan, Placement

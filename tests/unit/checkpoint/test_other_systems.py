@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,12 @@ def test_checkpoints_are_written_and_read_with_what_another_system_has(
     tmp_path: Path, modules: list[str], names: list[str], nameless: bool
 ) -> None:
     program = f"MODULES, NAMES, NAMELESS = {modules}, {names}, {nameless}\n{PROGRAM}"
-    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "USERNAME": "somebody",
+    }  # which Windows sets, and torch asks for where there is no getuid()
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stderr
     assert found.stdout == "['latest', 'step_00000002']\n"

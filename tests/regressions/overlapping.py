@@ -220,7 +220,7 @@ def sources_stay(rank: int, world: int) -> list[str]:
             return complaints + ([] if kinds.get("all_to_all") else ["the scene has no all-to-all"])
 
         case = worlds.Case(layout="flat", cohort_numel=64, options={"reducer": "ordered"}, steps=2)
-        return compared(rank, world, case, also) or _late_gradients_stay(rank, complaints)
+        return _late_gradients_stay(rank, complaints) or compared(rank, world, case, also)
 
 
 def _late_gradients_stay(rank: int, complaints: list[str]) -> list[str]:

@@ -338,13 +338,13 @@ _WAYS: tuple[Phase, Phase] = ("exchange", "return")
 
 
 def _exchange_slots(plan: Plan, passages: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """Bytes of exchange slots on each rank, from those of each domain's cohorts' passages by rank."""
+    """Bytes of exchange slots on each rank. `passages` has the bytes of every passage by domain, cohort and rank."""
     known: dict[str, int] = {}
-    found = []
+    nbytes_by_rank = []
     for rank in range(plan.world):
         mine = [[passage[rank] for passage in domain] for domain in passages]
         key = repr(mine)
         if key not in known:
             known[key] = place_slots(mine).nbytes
-        found.append(known[key])
-    return found
+        nbytes_by_rank.append(known[key])
+    return nbytes_by_rank

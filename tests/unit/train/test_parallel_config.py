@@ -77,10 +77,6 @@ def test_what_can_work_is_accepted(words: tuple[str, ...]) -> None:
             "parallel.reducer: expected collective with layout replicated, got ordered",
         ),
         (
-            ("--parallel.reducer", "ordered_bf16"),
-            "parallel.reducer: expected one of collective, ordered, got ordered_bf16. Earlier versions had",
-        ),
-        (
             ("--parallel.layout", "compact", "--parallel.shard-grads", "true"),
             "parallel.shard_grads: expected false with layout compact, got true",
         ),

@@ -175,6 +175,13 @@ def test_what_is_refused_is_left_out_and_says_so(capsys: Captured) -> None:
     assert "ordered sums, gradients released once reduced" in out
 
 
+def test_a_mixture_is_printed_as_the_argument_that_asks_for_it(capsys: Captured) -> None:
+    assert main(["plan", "--model", "qwen3-235b-a22b", "--world", "512", "--ep", "128"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^on the worst rank .* flat \+ padded \*$", out, re.MULTILINE)
+    assert "\n* the mixture is layout={'dense/matrix': 'flat', 'expert/matrix': 'padded'}\n" in out
+
+
 def test_a_hopeless_stack_of_experts_is_hinted_at(capsys: Captured) -> None:
     assert main(["plan", "--model", "qwen3-30b-a3b", "--world", "256"]) == 0
     assert "hint: padded and compact keep a stack of 128 experts whole" in capsys.readouterr().out

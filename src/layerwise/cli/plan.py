@@ -332,7 +332,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     for choice in choices:
         yield f"* best for {choice.buffer}: {choice.layout}, {choice.reason}"
     if len({choice.layout for choice in choices}) > 1:
-        yield f"* to have both: layout={ {choice.buffer: choice.layout for choice in choices} }"
+        yield f"* the mixture is layout={ {choice.buffer: choice.layout for choice in choices} }"
     if choices:
         yield _beside_the_table(comparison)
     elif any(column.is_chosen for column in comparison.columns):

@@ -33,10 +33,7 @@ GONE_VALUES: Mapping[tuple[str, str], str] = {
     ("layout", "auto"): "leave it out, since 'flat' is the default; layerwise plan says which layout is best",
     ("layout", "padded:reference"): "write layout='padded', which packs so now",
     ("layout", "padded:reference-numel"): "write layout='padded', which packs as Megatron-LM's main does",
-    (
-        "layout",
-        "replicated:shared",
-    ): "write layout='flat', which shares the work and the optimizer state, or 'replicated'",
+    ("layout", "replicated:shared"): "write layout='flat', which shares the work and the state, or 'replicated'",
 }
 """Name of a setting that is still there and a value that it no longer takes -> what to do instead."""
 

@@ -91,7 +91,7 @@ def loads_of(homes: Iterable[tuple[Matrix, Ranks | None]], world: int, cost: New
 
 
 def spread(by_rank: Sequence[int], world: int) -> list[int]:
-    """What ranks of a domain have, for every rank of the dense one: neighbours hold different parts of the model."""
+    """Values of the ranks of a domain, for every rank of the dense one: neighbours hold different parts of the model."""
     times = world // len(by_rank)
     return list(by_rank) if times == 1 else [value for value in by_rank for _ in range(times)]
 

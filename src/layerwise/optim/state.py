@@ -77,8 +77,8 @@ def extra_state_of(engine: Engine, scaler: LossScaler | None) -> ExtraState:
 
 
 def _packing_advice(plan: Plan) -> str:
-    """What to do about a state dict of a rank's part that an earlier version wrote with layout 'padded', which packed in another way;
-    empty for a plan without such buffers."""
+    """The remedy for a state dict that one rank saved under the packing of an earlier version, as a sentence; empty for a plan
+    without packed buffers."""
     if all(buffer.key.facts.cut != "packed" for buffer in plan.buffers):
         return ""
     return (

@@ -31,7 +31,7 @@ _AS_LEAN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one layout costs the matrices of one domain, on the rank for which it is worst."""
+    """Cost of one layout for the matrices of one domain, on the rank for which it is worst."""
 
     layout: Layout
     wire_nbytes: int
@@ -102,7 +102,7 @@ def pick(scores: Sequence[Score]) -> tuple[Score, str]:
 
 
 def score(layout: Layout, plan: Plan, domain: str) -> Score:
-    """What one layout costs the matrices of a domain."""
+    """The cost of one layout for the matrices of a domain."""
     buffers = [buffer for buffer in plan.buffers if (buffer.key.domain, buffer.key.family) == (domain, "matrix")]
     indices = {buffer.index for buffer in buffers}
     buckets = [bucket for bucket in plan.buckets if bucket.buffer in indices]

@@ -34,9 +34,9 @@ class Column:
     """One layout of a model, in figures of the rank for which it is worst."""
 
     layout: str
-    """Its name; of a mixture the layouts of matrices."""
+    """The name of the layout; of a mixture the layouts of its matrices."""
     is_chosen: bool
-    """It is the best of those that are compared."""
+    """Whether it is the best of the layouts that are compared."""
     memory: Memory
     """Of the rank that holds most."""
     at_most_nbytes: int

@@ -552,7 +552,7 @@ WRONG: list[tuple[Sequence[str], Sequence[str]]] = [
     ),
     (
         ("--model", "gpt2", "--world", "8", "--layout", "compact,replicated", "--shard-grads"),
-        ["plan: no layout can be combined with these settings. shard_grads=True with layout 'compact' (buffer dense/matrix/bf16/compact)"],
+        ["plan: shard_grads=True with layout 'compact' (buffer dense/matrix/bf16/compact)"],
     ),
     (("--model", "no/such/config.json", "--world", "8"), ["no/such/config.json: there is no such file."]),
     (("--model", "meta-llama/Llama-3.1-8B", "--world", "8"), ["meta-llama/Llama-3.1-8B: there is no such file. A model of the Hugging"]),

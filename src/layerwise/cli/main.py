@@ -246,7 +246,7 @@ def _open_what_is_closed() -> None:
 
 def _dispatch(words: list[str]) -> int:
     overrides, rest = split_overrides(words)
-    for word, following in zip(rest, [*rest[1:], ""], strict=True):
+    for word, following in zip(rest, [*rest[1:], ""], strict=False):
         flag, is_joined, value = word.partition("=")
         name, value = flag.removeprefix("--").replace("-", "_"), value if is_joined else following
         if flag.startswith("--") and name in GONE:

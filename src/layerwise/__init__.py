@@ -64,6 +64,9 @@ _LAZY = {
 }
 
 
+_ROOMS = ("quant", "trace")
+"""Public modules that are imported when they are first named."""
+
 _MOVED = {
     **dict.fromkeys(("LoadPlanner", "SavePlanner", "TrainState"), "layerwise.integrations.dcp"),
     **dict.fromkeys(("adopt", "register_quantized", "QuantizedStorage"), "layerwise.quant"),
@@ -75,8 +78,8 @@ _MOVED = {
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
-    if name == "quant":
-        return import_module("layerwise.quant")
+    if name in _ROOMS:
+        return import_module(f"layerwise.{name}")
     if name in _MOVED:
         raise AttributeError(f"layerwise.{name} has moved: write `from {_MOVED[name]} import {name}`.")
     close = "" if name.startswith("_") else did_you_mean(name, __all__)

@@ -75,6 +75,11 @@ def test_a_name_that_has_moved_says_where(name: str) -> None:
     assert hasattr(importlib.import_module(module[1]), name)
 
 
+def test_public_modules_are_imported_when_they_are_named() -> None:
+    code = "import sys, layerwise; before = 'torch' in sys.modules; layerwise.quant.adopt, layerwise.trace.follow; sys.exit(before)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_at_most_20_names_are_public() -> None:
     assert len(layerwise.__all__) <= 20
 

@@ -34,7 +34,7 @@ PARALLEL: dict[str, Any] = {
     "overlap_param_gather": "by chunk",
     "grad_dtype": "bf16",
 }
-OTHER_WAY: dict[str, Any] = {"layout": "flat", "overlap_param_gather": False}
+OTHER_WAY: dict[str, Any] = {"layout": "compact", "overlap_param_gather": False}
 OF_A_PIPELINE = {"pp", "ep", "chunks", "schedule"}
 """What decides which modules there are and who runs them: `test_trainer_pp` and `test_trainer_moe`."""
 OF_TORCH = {"fsdp", "replicate", "tp", "reshard_after_forward", "ddp"}

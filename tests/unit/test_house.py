@@ -177,7 +177,7 @@ def code_lines(path: Path, tree: ast.Module) -> int:
 
 
 BUDGETS = {
-    "": 226,
+    "": 230,
     "checkpoint": 2466,
     "cli": 2570,
     "comm": 1817,

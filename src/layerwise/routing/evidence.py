@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
+from os.path import isfile
 from typing import Any
 
 from layerwise.routing.defaults import low_rank
@@ -73,9 +74,10 @@ def rules_and_evidence(given: object) -> tuple[Any, Evidence | None]:
             rules.append(item)
             continue
         path = fspath(item)
-        if not path:
+        if not isfile(path):
             raise ValueError(
-                "rules holds an empty path: expected the path of a rules file. Leave it out to route by the defaults."
+                f"rules holds {path!r}, and there is no such file: expected layerwise.RouteRule(...), or the path of a file with [[rule]] "
+                "tables or of a recorded routing."
             )
         if not is_recorded(path):
             rules += read_rules(path)

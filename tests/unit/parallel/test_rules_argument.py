@@ -187,17 +187,13 @@ def test_a_recorded_routing_of_another_model_is_refused(tmp_path: Path) -> None:
     [
         ("{", "cannot be read as JSON"),
         ("{}", "is no recorded routing"),
-        (None, "no such file"),
         ("[[rule", "is not valid TOML"),
         ("[[rules]]", "a file of rules holds [[rule]] tables"),
     ],
 )
-def test_a_file_that_is_neither_rules_nor_a_recorded_routing_is_refused(
-    tmp_path: Path, text: str | None, words: str
-) -> None:
+def test_a_file_that_is_neither_rules_nor_a_recorded_routing_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "routing.json"
-    if text is not None:
-        path.write_text(text)
+    path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(words)):
         layerwise.DataParallel(gated(), rules=str(path))
 
@@ -207,7 +203,7 @@ def test_rules_of_another_kind_are_refused() -> None:
         TypeError, match=re.escape("rules must be a list of layerwise.RouteRule, or the path of a rules file, got 3")
     ):
         layerwise.DataParallel(gated(), rules=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rules holds an empty path"):
+    with pytest.raises(ValueError, match="rules holds '', and there is no such file"):
         layerwise.DataParallel(gated(), rules="")
 
 

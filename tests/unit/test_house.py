@@ -191,7 +191,7 @@ BUDGETS = {
     "optim": 829,
     "parallel": 351,
     "planner": 1274,
-    "routing": 1723,
+    "routing": 1725,
     "train": 1494,
 }
 """Code lines of each folder. A commit that raises a number says what that buys; one that removes code lowers it."""

@@ -125,7 +125,6 @@ def toy_plan(world: int, policy: str) -> Plan:
         world_by_domain={"dense": world},
         ranks=world,
         options=Options(memory="params"),
-        choices=(),
         stages_by_tie={},
         buffers=(),
         works=(plan_work(own, routes, domain="dense", world=world, cohort_numel=60),),

@@ -375,7 +375,12 @@ _lacking(
 )
 _lacking("a gradient that one copy lacks", "blocks only 2", "embed.weight", 2, "embed.weight (missing on 1 of 2 ranks)")
 _lacking(
-    "a gradient that one shard lacks under strict_grads", "fsdp 2", "head.weight", 2, "head.weight (", strict_grads=True
+    "a gradient that one shard lacks under strict_grads",
+    "fsdp 2",
+    "head.weight",
+    2,
+    "head.weight (",
+    gradient_policy=layerwise.GradientPolicy(strict_grads=True),
 )
 
 

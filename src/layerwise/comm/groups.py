@@ -186,7 +186,7 @@ def all_ranks(process_group: dist.ProcessGroup | None = None) -> Groups:
         stages=(tuple(range(world)),),
         made=made,
     )
-    checks = derive_together(groups, "environments", checks_on, lambda found: {VARIABLE: sorted(found)})
+    checks = derive_together(groups, "environments", checks_on, lambda found: {VARIABLE: ",".join(sorted(found))})
     return replace(groups, checks=checks)
 
 

@@ -19,6 +19,7 @@ from layerwise.comm.groups import (
     share,
     tie_groups,
 )
+from tests import seams
 from tests.ranks import raised, run_ranks
 
 
@@ -29,7 +30,7 @@ def test_a_process_without_a_group_is_one_rank_in_every_domain() -> None:
         ("expert", 0, 1),
     }
     assert (NO_GROUPS.rank, NO_GROUPS.world, NO_GROUPS.stage, NO_GROUPS.stage_of) == (0, 1, 0, (0,))
-    assert arranged(NO_GROUPS, None, checked=True) is NO_GROUPS
+    assert arranged(NO_GROUPS, None) is NO_GROUPS
 
 
 def test_a_mesh_that_is_none_is_refused_by_type() -> None:
@@ -90,12 +91,13 @@ def arrange(rank: int, world: int, shape: tuple[int, ...], dims: tuple[str, ...]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
     else:
         mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=dims)
-    groups = arranged(all_ranks(), mesh, checked=rank >= 0)
+    with seams.compare_collectives():
+        groups = arranged(all_ranks(), mesh)
     found: dict[str, Any] = {"stages": groups.stages, "stage": groups.stage, "stage_of": groups.stage_of}
     for name, domain in groups.domains.items():
         found[name] = (domain.rank, domain.world, members(domain.group))
         assert members(domain.control) == members(domain.group)
-    ties = tie_groups(groups, {"all": range(len(groups.stages))}, checked=False) if len(groups.stages) > 1 else {}
+    ties = tie_groups(groups, {"all": range(len(groups.stages))}) if len(groups.stages) > 1 else {}
     found["ties"] = {name: (tie.rank, members(tie.group)) for name, tie in ties.items()}
     dist.barrier()
     return found
@@ -134,7 +136,7 @@ def test_ranks_may_lie_in_the_mesh_in_any_order() -> None:
 
 def compare(rank: int, world: int, facts: list[dict[str, object]], across: bool) -> str:
     """Two stages of two ranks: which differences between ranks are told?"""
-    groups = arranged(all_ranks(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), checked=False)
+    groups = arranged(all_ranks(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
     return raised(lambda: agree(groups, "plans", facts[rank], across_stages=across))
 
 
@@ -154,7 +156,7 @@ def test_ranks_agree_within_their_stage_or_across_all(values: list[int], across:
 
 
 def fail_on(rank: int, world: int, failing: list[int]) -> tuple[str, str]:
-    groups = arranged(all_ranks(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), checked=False)
+    groups = arranged(all_ranks(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
 
     def derive() -> dict[str, object]:
         if rank in failing:

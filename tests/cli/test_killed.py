@@ -24,22 +24,32 @@ pytestmark = pytest.mark.slow
 WATCHED = """
 import os, pathlib, signal, threading, time
 
-def end_at_the_sign():
-    sign, done = pathlib.Path(os.environ["END_AT"]), pathlib.Path(os.environ["END_DONE"])
-    while not (sign.exists() and (sign.is_dir() or sign.stat().st_size)):
+def sign():
+    try:
+        found = os.stat(os.environ["END_AT"])
+    except FileNotFoundError:
+        return None
+    return (found.st_ino, found.st_mtime_ns) if found.st_size else None
+
+def end_at_the_sign(before):
+    while sign() in (None, before):
         time.sleep(0.002)
-    done.touch()
+    pathlib.Path(os.environ["END_DONE"]).touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 rank = os.environ.get("RANK", "none")
 if "PIDS" in os.environ and rank != "none":
-    pathlib.Path(os.environ["PIDS"], rank).write_text(str(os.getpid()))
-if os.environ.get("END_RANK") == rank and not os.path.exists(os.environ["END_DONE"]):
-    threading.Thread(target=end_at_the_sign, daemon=True).start()
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    pathlib.Path(os.environ["PIDS"], f"{rank} of {attempt}").write_text(str(os.getpid()))
+if os.environ.get("END_RANK") == rank:
+    if os.path.exists(os.environ["END_DONE"]):
+        time.sleep(3)
+    else:
+        threading.Thread(target=end_at_the_sign, args=(sign(),), daemon=True).start()
 """
-"""Code that every Python process of a run executes first. The process of rank END_RANK kills itself once, as soon as END_AT is a
-folder or a file that is not empty: a busy machine slows down the watcher and the run alike, and a test that polls from outside
-could come too late."""
+"""Code that every Python process of a run executes first. The process of rank END_RANK kills itself once, as soon as END_AT is new
+and not empty: a busy machine slows down the watcher and the run alike, and a test that polls from outside
+could come too late. Once started again it comes 3 s after the others, which would meanwhile read what its predecessor has left."""
 DEADLINE_S = 180.0
 """Seconds after which a run is taken to hang. An idle machine needs ten."""
 
@@ -50,6 +60,7 @@ def words(tmp_path: Path) -> list[str]:
     (tmp_path / "watch").mkdir()
     (tmp_path / "watch" / "sitecustomize.py").write_text(WATCHED)
     (tmp_path / "runs").mkdir()
+    (tmp_path / "pids").mkdir()
     out_dir = str(tmp_path / "runs" / "run")
     return ["train", *SMALL, "--data.path", str(tmp_path / "text.txt"), "--train.out-dir", out_dir]
 
@@ -73,7 +84,6 @@ def whole_checkpoints(run: Path) -> list[int]:
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, words: list[str]) -> None:
     run = tmp_path / "runs" / "run"
     more = ("--train.steps", "100000", "--train.log-every", "1", "--checkpoint.every", "90000", "--nproc", "2")
-    (tmp_path / "pids").mkdir()
     reader, writer = (
         os.pipe()
     )  # the ranks inherit the writer as their stdin: the reader sees its end when the last rank ends
@@ -103,7 +113,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, words: list
             with suppress(ProcessLookupError, ValueError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
     assert ended, f"a rank lives on: {(tmp_path / 'said').read_text()[-2000:]}"
-    assert {file.name for file in (tmp_path / "pids").iterdir()} == {"0", "1"}
+    assert {file.name for file in (tmp_path / "pids").iterdir()} == {"0 of 0", "1 of 0"}
     assert kinds_in(run / "metrics.jsonl")[-1] == "end"
     (last,) = whole_checkpoints(run)
     assert last == [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "step"][-1]
@@ -116,6 +126,7 @@ def test_a_run_whose_ranks_torchrun_starts_again_reaches_its_last_step(tmp_path:
     more = ("--train.steps", "120", "--checkpoint.every", "20", "--checkpoint.keep", "none")
     killed = tmp_path / "killed"
     end = {"END_RANK": "1", "END_AT": str(run / "checkpoints" / "step_00000020"), "END_DONE": str(killed)}
+    end["PIDS"] = str(tmp_path / "pids")
     with (tmp_path / "said").open("w") as said:
         agent = subprocess.Popen(
             [sys.executable, *torchrun, "-m", "layerwise", *words, *more],
@@ -135,6 +146,7 @@ def test_a_run_whose_ranks_torchrun_starts_again_reaches_its_last_step(tmp_path:
                     agent.wait()
     assert code == 0, (tmp_path / "said").read_text()[-3000:]
     assert killed.exists()
+    assert {file.name for file in (tmp_path / "pids").iterdir()} == {"0 of 0", "1 of 0", "0 of 1", "1 of 1"}
     records = read_metrics(run / "metrics.jsonl")
     _, again = [record for record in records if record["kind"] == "run"]
     assert str(again["first_step"]) in map(str, range(20, 121, 20)), "it goes on from a checkpoint"
@@ -152,9 +164,9 @@ def test_a_run_that_is_killed_in_its_first_second_twice_has_one_folder(tmp_path:
         killed = tmp_path / f"killed {number}"
         end = {"END_RANK": "none", "END_AT": str(sign), "END_DONE": str(killed)}
         done = layerwise(*words, **watched(tmp_path, **end))
+        assert os.listdir(tmp_path / "runs") == ["run"]
         assert (done.returncode, killed.exists()) == (-signal.SIGKILL, True), done.stderr
         assert not list(run.glob("checkpoints/step_*[0-9]"))
-        assert os.listdir(tmp_path / "runs") == ["run"]
     done = layerwise(*words, **watched(tmp_path))
     assert done.returncode == 0, done.stderr
     assert f"{run}: the run in it came to no checkpoint, and is begun anew." in done.stderr

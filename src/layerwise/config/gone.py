@@ -22,8 +22,8 @@ GONE: Mapping[str, str] = {
 }
 """Name of a setting -> what to do instead, as the end of a sentence."""
 
-WAS_DEFAULT: Mapping[str, object] = {"method": "auto", "prefetch": None, "staging": "slots"}
-"""Defaults that settings of the trainer had: the config.json of an earlier run may still have them."""
+WAS_DEFAULT = (("layout", "auto"), ("method", "auto"), ("prefetch", None), ("staging", "slots"))
+"""Defaults that settings of the trainer had. The config.json of an earlier run has them, and is read without them."""
 
 GONE_VALUES: Mapping[tuple[str, str], str] = {
     ("reducer", "ordered_bf16"): (

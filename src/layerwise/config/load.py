@@ -153,6 +153,8 @@ class _Taken:
                 self._misspelt.add(section)
             else:
                 for name, value in table.items():
+                    if path.endswith(".json") and (name, value) in WAS_DEFAULT:
+                        continue
                     self._take(f"{path}: {section}.{name}", (section, str(name)), value, _from_document)
                     self.origins[f"{section}.{name}"] = "file"
 
@@ -176,8 +178,7 @@ class _Taken:
         kinds = FIELD_TYPES[section]
         if name not in kinds:
             if name in GONE:
-                if name not in WAS_DEFAULT or WAS_DEFAULT[name] != value:
-                    self._note(where, f"is gone: {GONE[name]}.")
+                self._note(where, f"is gone: {GONE[name]}.")
             else:
                 self._note(where, f"unknown setting.{did_you_mean(name, kinds)}")
                 self._misspelt.add(section)

@@ -70,7 +70,7 @@ def test_a_value_that_is_gone_says_what_to_write(
 
 def test_the_config_of_an_earlier_run_may_have_gone_settings_at_their_defaults(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    sections = {"optim": {"method": "auto"}, "parallel": {"prefetch": None, "staging": "slots"}}
+    sections = {"optim": {"method": "auto"}, "parallel": {"layout": "auto", "prefetch": None, "staging": "slots"}}
     file.write_text(json.dumps(sections))
     assert load(str(file)).config == load(None).config
     sections["parallel"]["staging"] = "gradients"

@@ -41,8 +41,8 @@ class Work:
 
 
 def work_of(plan: Plan, rules: Rules) -> Work:
-    """What orthogonalising takes, by the cost that homes are balanced by. Options of single route rules (`steps`) are
-    not looked at."""
+    """Estimate the time of Newton-Schulz on the busiest rank, by the cost model that balances compute ranks. `steps` of single
+    route rules is left aside."""
     if not isinstance(rules.matrix, Muon) or not any(plan.loads):
         return Work(ms=0.0, imbalance=1.0, idle_ranks=0)
     return Work(

@@ -327,7 +327,7 @@ def make_small(rng: random.Random, folder: Path) -> tuple[TrainConfig, int]:
     chosen |= arranged
     if chosen["parallel.layout"] == "replicated" or chosen["parallel.grad_dtype"] == "bf16":
         chosen["parallel.reducer"] = "collective"
-    if chosen["parallel.layout"] in ("flat", "padded"):
+    if chosen["parallel.layout"] in ("flat", "padded") and "parallel.shard_grads" not in arranged:
         chosen["parallel.shard_grads"] = rng.choice(("true", "false"))
     return load_settings(None, [Override(f"--{path}", (value,)) for path, value in chosen.items()]).config, world
 
@@ -337,6 +337,7 @@ _OF_TORCH = {
     "parallel.reducer": "collective",
     "parallel.bucket_mib": "none",
     "parallel.overlap_grad_reduce": "true",
+    "parallel.shard_grads": "false",
 }
 """What a model has to do without that torch wraps or cuts."""
 

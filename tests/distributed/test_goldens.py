@@ -13,21 +13,16 @@ from tests.distributed.golden_cases import BATCHES, CASES
 from tests.distributed.goldens import Record, bits_file, differences, read_bits, read_bytes, record
 
 QUICK = (
-    "layouts, world 1: flat fp32",
-    "layouts, world 2: padded bf16",
-    "layouts, world 3: flat tied",
     "layouts, world 4: compact fewer params than ranks",
     "reducers, world 3: flat ordered",
     "memory, world 2: flat shard_grads",
     "memory, world 4: compact shard_grads ordered",
-    "rules, world 3: flat adamuon",
     "clipping, world 2: padded loss scale",
     "overlap, world 2: compact overlap",
     "heads, world 2: flat heads bf16",
     "experts, world 4: flat experts normuon",
     "experts, world 4: mixed experts experts on 2",
     "stages, world 4: flat 2 stages of 2, a matrix tied",
-    "plain, world 1: bf16",
 )
 """One of everything; the rest is slow."""
 

@@ -121,6 +121,7 @@ def test_every_layout_is_met_with_experts_chunks_stages_reducers_and_every_prefe
     assert any(1 < way.ep < way.world // way.pp for way in WAYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [None, 1])
 def test_control_one_wait_less_is_seen(prefetch: int | None) -> None:
     answers = run_ranks(2, take_both, [Way(prefetch=prefetch, late=True)], SCENARIO[:10], 2)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 _POLICY = "write gradient_policy=layerwise.GradientPolicy({}=...)"
 
 GONE: Mapping[str, str] = {
-    "example_inputs": "write rules=layerwise.trace.follow(module, example_inputs), after import layerwise.trace",
+    "example_inputs": "write rules=layerwise.trace.follow(module, example_inputs)",
     "routing": "write rules= with the path of the recorded routing, or rules=layerwise.trace.follow(module, example_inputs) for 'trace'",
     "method": "leave it out; the form of Newton-Schulz that takes less work is chosen for every matrix by its shape",
     **{
